@@ -141,7 +141,9 @@ def _prepend_bos(tokenizer: Tokenizer, file: GGUFFile, tokens: list[str]) -> Non
     if bos is None:
         raise ModelError(f"{file.path}: the tokenizer adds a BOS token but tokenizer.ggml.bos_token_id is missing")
     template = processors.TemplateProcessing(
-        single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, int(file.metadata["tokenizer.ggml.bos_token_id"]))]
+        single=f"{bos} $A",
+        pair=f"{bos} $A {bos}:1 $B:1",
+        special_tokens=[(bos, int(file.metadata["tokenizer.ggml.bos_token_id"]))],
     )
     tokenizer.post_processor = template
 
@@ -176,7 +178,12 @@ def _tokenizer_config(file: GGUFFile) -> dict[str, Any]:
         "clean_up_tokenization_spaces": False,
         "model_max_length": int(file.architecture_value("context_length")),
     }
-    keys = {"bos_token": "bos_token_id", "eos_token": "eos_token_id", "pad_token": "padding_token_id", "unk_token": "unknown_token_id"}
+    keys = {
+        "bos_token": "bos_token_id",
+        "eos_token": "eos_token_id",
+        "pad_token": "padding_token_id",
+        "unk_token": "unknown_token_id",
+    }
     for name, key in keys.items():
         token = _token(file, tokens, key)
         if token is not None:

@@ -68,7 +68,9 @@ class GGUFFile:
                 supported = ", ".join(QUANTIZATIONS)
                 raise ModelError(f"{path}: tensor {tensor.name} has type {tensor.tensor_type.name}; supported are {supported}")
         if self.architecture not in ARCHITECTURES:
-            raise ModelError(f"{path}: architecture {self.architecture!r} is not supported; supported are {', '.join(ARCHITECTURES)}")
+            raise ModelError(
+                f"{path}: architecture {self.architecture!r} is not supported; supported are {', '.join(ARCHITECTURES)}"
+            )
 
     @property
     def architecture(self) -> str:

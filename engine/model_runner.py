@@ -1,0 +1,130 @@
+"""Runs one step on the device: numbers of the batch to tensors, forward pass, sampling. Also loads all that it needs.
+
+Owns the model, the sampler and the KV cache's contents on the engine thread; must not know sequences, scheduling or the
+network. Loading reads memory-mapped files and takes seconds; every unusable folder is one ModelError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from engine.batch import StepBatch
+from engine.kv_cache import KVCache
+from engine.model_spec import ModelError, ModelSpec, parse_model_spec
+from engine.models.llama import LlamaModel
+from engine.sampler import Sampler
+from engine.weights.safetensors_files import Progress, SafetensorsFolder, read_json, weights_fingerprint
+from kernels.dispatch import select_ops
+from kernels.ops import AttentionMeta, Ops
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class TorchModelRunner:
+    """Implements engine.batch.ModelRunner. Used by one thread only."""
+
+    def __init__(self, model: LlamaModel, kv_cache: KVCache, sampler: Sampler) -> None:
+        self._model = model
+        self._kv_cache = kv_cache
+        self._sampler = sampler
+
+    @torch.inference_mode()
+    def run(self, batch: StepBatch) -> list[int]:
+        """Writes the KV of all T tokens; one token id per sample row. An empty batch is an assertion: a scheduler bug."""
+        logits = self.compute_logits(batch)
+        return self._sampler.sample(logits, batch.sample_rows)
+
+    @torch.inference_mode()
+    def compute_logits(self, batch: StepBatch) -> torch.Tensor:
+        """The forward pass alone: logits [R, V], row r for `batch.sample_rows[r]`."""
+        assert batch.num_tokens, "a step without tokens"
+        device = self._model.device
+        last_rows = [batch.query_starts[row.sequence_index + 1] - 1 for row in batch.sample_rows]
+        token_ids = torch.tensor(batch.token_ids, dtype=torch.int64, device=device)
+        sample_rows = torch.tensor(last_rows, dtype=torch.int64, device=device)
+        return self._model.forward(token_ids, attention_meta(batch, device), self._kv_cache.tensor, sample_rows)
+
+
+def attention_meta(batch: StepBatch, device: torch.device) -> AttentionMeta:
+    """The batch's placement as tensors on the device; block tables padded with 0 to the longest."""
+    starts = batch.query_starts
+    return AttentionMeta(
+        positions=torch.tensor(batch.positions, dtype=torch.int64, device=device),
+        slot_mapping=torch.tensor(batch.slot_mapping, dtype=torch.int64, device=device),
+        query_starts=torch.tensor(starts, dtype=torch.int32, device=device),
+        context_lens=torch.tensor(batch.context_lens, dtype=torch.int32, device=device),
+        block_tables=torch.from_numpy(_padded(batch.block_tables)).to(device),
+        max_query_len=max(starts[s + 1] - starts[s] for s in range(batch.num_sequences)),
+        max_context_len=max(batch.context_lens),
+    )
+
+
+def _padded(block_tables: Sequence[tuple[int, ...]]) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
+    padded = np.zeros((len(block_tables), max(len(table) for table in block_tables)), dtype=np.int32)
+    for row, table in zip(padded, block_tables, strict=True):
+        row[: len(table)] = table
+    return padded
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    """All that a worker needs of its model. `fingerprint_of_weights` is equal in all processes that serve the same model."""
+
+    spec: ModelSpec
+    runner: TorchModelRunner
+    kv_cache: KVCache
+    fingerprint_of_weights: str
+
+
+def load_model_spec(folder: str | Path) -> ModelSpec:
+    """The spec of a Hugging Face folder. Raises ModelError naming the file and the field."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ModelError(f"{folder}: no such folder")
+    generation = folder / "generation_config.json"
+    return parse_model_spec(read_json(folder / "config.json"), read_json(generation) if generation.is_file() else None)
+
+
+def load_engine_model(
+    folder: str | Path,
+    *,
+    dtype: str,
+    device: str | torch.device,
+    block_size: int,
+    num_blocks: int | None = None,
+    kv_bytes: int | None = None,
+    ops: Ops | None = None,
+    progress: Progress | None = None,
+) -> LoadedModel:
+    """Loads weights as `dtype` ("float32", "bfloat16") and allocates the pool of `num_blocks`, else of `kv_bytes` in all.
+
+    Raises ModelError for a folder that cannot be served and ValueError for a pool that holds no block.
+    """
+    if dtype not in DTYPES:
+        raise ModelError(f"dtype {dtype!r} is not supported; supported are {', '.join(DTYPES)}")
+    folder, device, torch_dtype = Path(folder), torch.device(device), DTYPES[dtype]
+    spec = load_model_spec(folder)
+    num_blocks = _pool_size(spec, torch_dtype, block_size, num_blocks, kv_bytes)
+    ops = ops if ops is not None else select_ops(device, torch_dtype)
+    num_positions = min(spec.max_positions, num_blocks * block_size)
+    fingerprint = weights_fingerprint(folder, spec)
+    with torch.inference_mode(), SafetensorsFolder(folder, spec, torch_dtype, device, progress) as weights:
+        model = LlamaModel(spec, weights.take, ops, num_positions)
+    kv_cache = KVCache(num_blocks, spec.num_layers, spec.num_kv_heads, block_size, spec.head_dim, torch_dtype, device, ops)
+    return LoadedModel(spec, TorchModelRunner(model, kv_cache, Sampler()), kv_cache, fingerprint)
+
+
+def _pool_size(spec: ModelSpec, dtype: torch.dtype, block_size: int, num_blocks: int | None, kv_bytes: int | None) -> int:
+    if num_blocks is not None:
+        return num_blocks
+    if kv_bytes is None:
+        raise ValueError("the KV pool needs num_blocks or kv_bytes")
+    block_bytes = 2 * spec.num_layers * spec.num_kv_heads * block_size * spec.head_dim * dtype.itemsize
+    if kv_bytes < block_bytes:
+        raise ValueError(f"kv_bytes {kv_bytes} hold no block: one block of {block_size} tokens needs {block_bytes} bytes")
+    return kv_bytes // block_bytes
