@@ -1,0 +1,25 @@
+"""Opens a data plane by its scheme, and says which schemes this machine can use and why not the others.
+
+The UCX binding is imported only when that plane starts, so that a worker on another plane neither needs nor loads it.
+"""
+
+from __future__ import annotations
+
+from common.errors import InvalidRequest
+from kvtransfer.data_plane import DataPlane
+from kvtransfer.planes.inproc import InprocPlane
+
+SCHEMES = ("ucx", "tcp", "inproc")
+
+
+def open_plane(scheme: str, *, name: str, secret: bytes) -> DataPlane:
+    """Makes the plane, which `start` then brings to life. `name` is the worker with its incarnation, unique in the
+    cluster; `secret` is the cluster secret. Raises InvalidRequest for an unknown scheme."""
+    if scheme == "inproc":
+        return InprocPlane(name, secret)
+    raise InvalidRequest(f"unknown data plane {scheme!r}; known are {', '.join(SCHEMES)}", param="transport")
+
+
+def available_planes() -> dict[str, str | None]:
+    """Scheme to None when it works here, else to the reason why not."""
+    return {"inproc": None}
