@@ -136,7 +136,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dtype", default="bfloat16", choices=tuple(DTYPES))
     options = parser.parse_args(arguments)
     try:
-        convert_gguf(options.source, options.out_dir, options.dtype, print_progress)
+        convert_gguf(options.source, options.out_dir, options.dtype, ProgressPrinter("converting"))
     except (ModelError, FileExistsError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
@@ -144,11 +144,23 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def print_progress(done_bytes: int, total_bytes: int) -> None:
-    """One rewritten line on a terminal, nothing where stderr is not one."""
-    if sys.stderr.isatty():
-        end = "\n" if done_bytes == total_bytes else ""
-        sys.stderr.write(f"\rconverting {done_bytes * 100 // total_bytes:3d} %{end}")
+class ProgressPrinter:
+    """Percentages on stderr: one rewritten line on a terminal, a line per ten percent elsewhere."""
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._step = 1 if sys.stderr.isatty() else 10
+        self._shown = -1
+
+    def __call__(self, done_bytes: int, total_bytes: int) -> None:
+        percent = done_bytes * 100 // max(1, total_bytes)
+        if percent < self._shown + self._step and not (percent == 100 and self._shown < 100):
+            return
+        self._shown = percent
+        if self._step == 1:
+            sys.stderr.write(f"\r{self._label} {percent:3d} %" + ("\n" if percent == 100 else ""))
+        else:
+            sys.stderr.write(f"{self._label} {percent} %\n")
         sys.stderr.flush()
 
 
