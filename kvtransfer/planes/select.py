@@ -8,18 +8,22 @@ from __future__ import annotations
 from common.errors import InvalidRequest
 from kvtransfer.data_plane import DataPlane
 from kvtransfer.planes.inproc import InprocPlane
+from kvtransfer.planes.tcp import TcpPlane
 
 SCHEMES = ("ucx", "tcp", "inproc")
 
 
-def open_plane(scheme: str, *, name: str, secret: bytes) -> DataPlane:
+def open_plane(scheme: str, *, name: str, secret: bytes, host: str = "127.0.0.1") -> DataPlane:
     """Makes the plane, which `start` then brings to life. `name` is the worker with its incarnation, unique in the
-    cluster; `secret` is the cluster secret. Raises InvalidRequest for an unknown scheme."""
+    cluster; `secret` is the cluster secret;
+    `host` is the address of this machine that peers can reach (only the tcp plane uses it). Raises InvalidRequest for an unknown scheme."""
     if scheme == "inproc":
         return InprocPlane(name, secret)
+    if scheme == "tcp":
+        return TcpPlane(name, secret, host)
     raise InvalidRequest(f"unknown data plane {scheme!r}; known are {', '.join(SCHEMES)}", param="transport")
 
 
 def available_planes() -> dict[str, str | None]:
     """Scheme to None when it works here, else to the reason why not."""
-    return {"inproc": None}
+    return {"tcp": None, "inproc": None}
