@@ -1,8 +1,8 @@
 """The paged KV cache: one tensor that holds the blocks of all layers, and whole-block copies in and out of it.
 
 Owns the memory and its layout, block-major `[B, L, 2, Hkv, block_size, D]` so that a block is one contiguous piece; knows not
-which blocks are in use (the allocator does). Gather and scatter may run on another thread than the engine's, on blocks that a Hold
-protects: they touch no other memory and release the GIL while they copy.
+which blocks are in use (the allocator does). Gather and scatter may run on another thread than the engine's, on blocks that a
+Hold protects: they touch no other memory and release the GIL while they copy.
 """
 
 from __future__ import annotations

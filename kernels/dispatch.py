@@ -11,7 +11,8 @@ import os
 
 import torch
 
-from kernels.native import NativeOps, NativeUnavailable
+from kernels.native import NativeOps
+from kernels.native_build import NativeUnavailable
 from kernels.ops import Ops
 from kernels.reference import ReferenceOps
 

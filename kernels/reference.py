@@ -48,6 +48,7 @@ class ReferenceOps:
 
     def embedding(self, ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         checks.check_embedding(ids, table)
+        _check_range("token ids", ids, table.shape[0])
         return torch.nn.functional.embedding(ids, table)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -72,8 +73,8 @@ class ReferenceOps:
         cos, sin = cos[:, None, :], sin[:, None, :]
         for heads in (q, k):
             first, second = heads[..., :half].float(), heads[..., half : 2 * half].float()
-            heads[..., :half] = (first * cos - second * sin).to(heads.dtype)
-            heads[..., half : 2 * half] = (second * cos + first * sin).to(heads.dtype)
+            rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+            heads[..., : 2 * half] = rotated.to(heads.dtype)
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         checks.check_gate_up(gate_up)
@@ -83,10 +84,7 @@ class ReferenceOps:
     def kv_write(self, k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, layer: int, slot_mapping: torch.Tensor) -> None:
         checks.check_kv_write(k, v, cache, layer, slot_mapping)
         num_blocks, block_size = cache.shape[0], cache.shape[4]
-        if slot_mapping.device.type == "cpu" and slot_mapping.numel():  # elsewhere the look would stall the device
-            low, high = int(slot_mapping.min()), int(slot_mapping.max())
-            if low < 0 or high >= num_blocks * block_size:
-                raise ValueError(f"slots {low}..{high} are outside the cache's {num_blocks} x {block_size}")
+        _check_range(f"slots of {num_blocks} x {block_size}", slot_mapping, num_blocks * block_size)
         blocks, offsets = slot_mapping // block_size, slot_mapping % block_size
         cache[blocks, layer, 0, :, offsets] = k
         cache[blocks, layer, 1, :, offsets] = v
@@ -98,11 +96,18 @@ class ReferenceOps:
         out = torch.empty_like(q)
         num_kv_heads, block_size = cache.shape[3], cache.shape[4]
         starts, contexts = meta.query_starts.tolist(), meta.context_lens.tolist()
+        if starts[0] != 0 or starts[-1] != meta.num_tokens or starts != sorted(starts):
+            raise ValueError(f"query_starts {starts} do not cover the {meta.num_tokens} tokens of the step")
         for s, context in enumerate(contexts):
             rows = slice(starts[s], starts[s + 1])
             if rows.start == rows.stop:
                 continue
-            blocks = meta.block_tables[s, : -(-context // block_size)].long()
+            num_blocks = -(-context // block_size)
+            if num_blocks > meta.block_tables.shape[1]:
+                raise ValueError(f"sequence {s}: a context of {context} needs {num_blocks} blocks, its table has fewer")
+            blocks = meta.block_tables[s, :num_blocks].long()
+            _check_range(f"sequence {s}: block ids", blocks, cache.shape[0])
+            _check_range(f"sequence {s}: positions", meta.positions[rows], context)
             pages = cache[blocks, layer].float()  # [blocks, 2, Hkv, block_size, D]
             keys, values = pages.permute(1, 2, 0, 3, 4).reshape(2, num_kv_heads, -1, q.shape[2])[:, :, :context]
             positions = meta.positions[rows]
@@ -142,3 +147,12 @@ def _as_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
     """The bytes of a contiguous CPU tensor, without a copy (numpy knows no bfloat16)."""
     flat: npt.NDArray[np.uint8] = tensor.reshape(-1).view(torch.uint8).numpy()
     return flat
+
+
+def _check_range(what: str, indexes: torch.Tensor, bound: int) -> None:
+    """Refuses indexes outside 0..bound-1, on the CPU only: elsewhere the look would stall the device."""
+    if indexes.device.type != "cpu" or not indexes.numel():
+        return
+    low, high = int(indexes.min()), int(indexes.max())
+    if low < 0 or high >= bound:
+        raise ValueError(f"{what}: {low}..{high} is outside 0..{bound - 1}")

@@ -1,0 +1,44 @@
+// The C interface of the CPU kernels: raw pointers and extents that the caller has checked (kernels/native.py does).
+//
+// `is_bf16` names the dtype of all non-index tensors: 0 = fp32, 1 = bf16. `threads` is the number of threads to use, at least 1.
+// Functions that read indexes from memory check them before they touch anything and return -1 when all is well, else the
+// position of the first bad index; nothing has been written then.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__GNUC__)
+#define BATON_API extern "C" __attribute__((visibility("default")))
+#else
+#define BATON_API extern "C"
+#endif
+
+// Extents of the cache [B, L, 2, Hkv, block_size, D] and the layer meant.
+struct BatonCache {
+  void* data;
+  int64_t num_blocks, num_layers, num_kv_heads, block_size, head_dim, layer;
+};
+
+// A ragged batch, as AttentionMeta in kernels/ops.py.
+struct BatonBatch {
+  const int64_t* positions;      // [T]
+  const int32_t* query_starts;   // [S + 1]
+  const int32_t* context_lens;   // [S]
+  const int32_t* block_tables;   // [S, blocks_max]
+  int64_t num_tokens, num_sequences, blocks_max;
+};
+
+BATON_API void baton_pack_linear(int is_bf16, const void* weight, void* packed, int64_t n, int64_t k, int threads);
+BATON_API void baton_linear(int is_bf16, const void* x, const void* packed, const void* bias, void* y, int64_t t, int64_t n, int64_t k,
+                            int threads);
+BATON_API int64_t baton_embedding(int64_t row_bytes, const int64_t* ids, const void* table, void* out, int64_t t, int64_t v);
+BATON_API void baton_rms_norm(int is_bf16, const void* x, const void* residual, const void* weight, float eps, void* out, void* total,
+                              int64_t rows, int64_t width, int threads);
+BATON_API void baton_rope(int is_bf16, void* x, const float* cos, const float* sin, int64_t t, int64_t heads, int64_t head_dim,
+                          int64_t half, int threads);
+BATON_API void baton_silu_mul(int is_bf16, const void* gate_up, void* out, int64_t t, int64_t width, int threads);
+BATON_API int64_t baton_kv_write(int is_bf16, const void* k, const void* v, const BatonCache* cache, const int64_t* slots, int64_t t);
+BATON_API int64_t baton_attention(int is_bf16, const void* q, const BatonCache* cache, const BatonBatch* batch, int64_t num_heads,
+                                  float scale, int64_t window, void* out, int threads);
+BATON_API void baton_gather(const void* cache, int64_t block_bytes, const int64_t* block_ids, int64_t count, void* out, uint64_t* lanes);
+BATON_API void baton_scatter(const void* src, void* cache, int64_t block_bytes, const int64_t* block_ids, int64_t count, uint64_t* lanes);

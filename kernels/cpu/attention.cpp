@@ -1,0 +1,353 @@
+// Causal attention over the paged KV cache for ragged batches: prefill chunks, decode rows and mixtures alike.
+//
+// Online softmax (arXiv 1805.02867, as in FlashAttention) whose key order is fixed by absolute key index: tiles of 32 keys, 16
+// tiles make a chunk, chunks are merged in order. Who computes a chunk (one thread in turn, or several threads with a merge
+// afterwards) never changes how, so a row gets the same bits as part of a long prefill, as a decode step and with any neighbours.
+// All query heads of one KV head are computed together: K and V of a tile are read (and widened) once for them.
+#include "api.h"
+#include "simd.h"
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+#include <vector>
+
+namespace baton {
+namespace {
+
+constexpr int64_t kTileKeys = 32;
+constexpr int64_t kChunkKeys = 512;
+constexpr int64_t kTileRows = 48;  // rows (query, head) that share a pass over the keys: their state stays in L1/L2
+constexpr int64_t kSpreadFloatsMax = 4 << 20;  // 16 MiB of partial states
+constexpr int64_t kParallelProducts = 1 << 17;  // less work than this is done before another thread has woken up
+const float kMinusInf = -std::numeric_limits<float>::infinity();
+
+// Running softmax of R rows: maximum, denominator, unnormalised output [R][width].
+struct State {
+  float *peak, *total, *out;
+  static int64_t floats(int64_t rows, int64_t width) { return rows * (width + 2); }
+  State(float* memory, int64_t rows) : peak(memory), total(memory + rows), out(memory + 2 * rows) {}
+  void clear(int64_t rows, int64_t width) {
+    std::fill(peak, peak + rows, kMinusInf);
+    std::fill(total, total + rows, 0.0f);
+    std::fill(out, out + rows * width, 0.0f);
+  }
+};
+
+// One thread's working memory.
+struct Scratch {
+  std::vector<float> queries, scores, keys, values, chunk, running;
+  std::vector<const float*> key_rows, value_rows;
+  Scratch(int64_t rows, int64_t width)
+      : queries(rows * width), scores(rows * kTileKeys), keys(kTileKeys * width), values(kTileKeys * width),
+        chunk(State::floats(rows, width)), running(State::floats(rows, width)), key_rows(kTileKeys), value_rows(kTileKeys) {}
+};
+
+// Queries [first, last) of one sequence against one KV head. Row r = (query r / group, head r % group).
+struct Item {
+  int64_t sequence, first, last, kv_head;
+  int64_t num_chunks;
+  int64_t partial;  // where its chunks' states begin among the partials (in floats), if they are computed apart
+};
+
+template <typename T>
+struct Attention {
+  const T* q;
+  const BatonCache& cache;
+  const BatonBatch& batch;
+  int64_t num_heads, group, width;  // width: head_dim rounded up to whole vectors, padded with zeros
+  float scale;
+  int64_t window;  // 0: none
+  T* out;
+
+  int64_t rows_of(const Item& item) const { return (item.last - item.first) * group; }
+  int64_t key_end(int64_t query) const { return batch.positions[query] + 1; }
+  int64_t key_begin(int64_t query) const { return window ? std::max<int64_t>(0, key_end(query) - window) : 0; }
+
+  int64_t first_key(const Item& item) const {
+    int64_t key = key_begin(item.first);
+    for (int64_t i = item.first; i < item.last; ++i) key = std::min(key, key_begin(i));
+    return key;
+  }
+  int64_t last_key(const Item& item) const {
+    int64_t key = 0;
+    for (int64_t i = item.first; i < item.last; ++i) key = std::max(key, key_end(i));
+    return key;
+  }
+
+  void load_row(const T* from, float* to) const {
+    int64_t d = 0;
+    for (; d + 8 <= cache.head_dim; d += 8) store8(to + d, load8(from + d));
+    for (; d < width; ++d) to[d] = d < cache.head_dim ? widen(from[d]) : 0.0f;
+  }
+
+  void load_queries(const Item& item, float* to) const {
+    for (int64_t r = 0; r < rows_of(item); ++r)
+      load_row(q + ((item.first + r / group) * num_heads + item.kv_head * group + r % group) * cache.head_dim, to + r * width);
+  }
+
+  // fp32 rows of whole vectors are read where they lie, others are widened or padded into scratch.
+  const float* row_of(const float* from, float* to) const {
+    if (width == cache.head_dim) return from;
+    load_row(from, to);
+    return to;
+  }
+  const float* row_of(const bf16* from, float* to) const {
+    load_row(from, to);
+    return to;
+  }
+
+  void load_keys(const Item& item, int64_t begin, int64_t end, Scratch& s) const {
+    const int64_t plane = cache.num_kv_heads * cache.block_size * cache.head_dim;
+    const int32_t* table = batch.block_tables + item.sequence * batch.blocks_max;
+    for (int64_t key = begin; key < end;) {
+      const int64_t block = key / cache.block_size, offset = key % cache.block_size;
+      const int64_t count = std::min(cache.block_size - offset, end - key);
+      const T* k = static_cast<const T*>(cache.data) + (table[block] * cache.num_layers + cache.layer) * 2 * plane +
+                   (item.kv_head * cache.block_size + offset) * cache.head_dim;
+      for (int64_t i = 0; i < count; ++i, ++key, k += cache.head_dim) {
+        const int64_t j = key - begin;
+        s.key_rows[j] = row_of(k, s.keys.data() + j * width);
+        s.value_rows[j] = row_of(k + plane, s.values.data() + j * width);
+      }
+    }
+    for (int64_t j = end - begin; j % 4; ++j) s.key_rows[j] = s.key_rows[end - begin - 1];  // whole groups; masked later
+  }
+
+  template <int R>
+  void score_rows(const float* queries, const float* const* keys, int64_t num_keys, float* scores) const {
+    for (int64_t j = 0; j < num_keys; j += 4) {
+      F8 acc[R][4];
+      for (int r = 0; r < R; ++r)
+        for (int i = 0; i < 4; ++i) acc[r][i] = zero8();
+      for (int64_t d = 0; d < width; d += 8) {
+        F8 key[4];
+        for (int i = 0; i < 4; ++i) key[i] = load8(keys[j + i] + d);
+        for (int r = 0; r < R; ++r) {
+          F8 query = load8(queries + r * width + d);
+          for (int i = 0; i < 4; ++i) acc[r][i] = fma8(query, key[i], acc[r][i]);
+        }
+      }
+      for (int r = 0; r < R; ++r) sum8x4(acc[r][0], acc[r][1], acc[r][2], acc[r][3], scores + r * kTileKeys + j);
+    }
+  }
+
+  template <int R, int V>
+  void add_values(const float* weights, const float* const* values, int64_t num_keys, float* to, int64_t d) const {
+    F8 acc[R][V];
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < V; ++v) acc[r][v] = load8(to + r * width + d + 8 * v);
+    for (int64_t j = 0; j < num_keys; ++j) {
+      F8 value[V];
+      for (int v = 0; v < V; ++v) value[v] = load8(values[j] + d + 8 * v);
+      for (int r = 0; r < R; ++r) {
+        F8 weight = splat(weights[r * kTileKeys + j]);
+        for (int v = 0; v < V; ++v) acc[r][v] = fma8(weight, value[v], acc[r][v]);
+      }
+    }
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < V; ++v) store8(to + r * width + d + 8 * v, acc[r][v]);
+  }
+
+  template <int R>
+  void add_rows(const float* weights, const float* const* values, int64_t num_keys, float* to) const {
+    int64_t d = 0;
+    for (; d + 32 <= width; d += 32) add_values<R, 4>(weights, values, num_keys, to, d);
+    for (; d < width; d += 8) add_values<R, 1>(weights, values, num_keys, to, d);
+  }
+
+  // Scores of one row become weights; the row's state is rescaled to the new maximum. `low`, `high`: its visible keys here.
+  void soften(float* scores, int64_t low, int64_t high, float& peak, float& total, float* row_out) const {
+    if (low >= high) {  // nothing visible in this tile
+      std::fill(scores, scores + kTileKeys, 0.0f);
+      return;
+    }
+    std::fill(scores, scores + low, kMinusInf);
+    std::fill(scores + high, scores + kTileKeys, kMinusInf);
+    F8 lanes[kTileKeys / 8], most = splat(kMinusInf);
+    for (int64_t i = 0; i < kTileKeys / 8; ++i) {
+      lanes[i] = mul8(load8(scores + 8 * i), splat(scale));
+      most = max8(lanes[i], most);
+    }
+    const float new_peak = std::max(peak, max_of8(most));
+    F8 sum = zero8();
+    for (int64_t i = 0; i < kTileKeys / 8; ++i) {
+      F8 weight = exp8(sub8(lanes[i], splat(new_peak)));
+      sum = add8(sum, weight);
+      store8(scores + 8 * i, weight);
+    }
+    if (new_peak != peak) {
+      const F8 shrink = exp8(splat(peak - new_peak));
+      for (int64_t d = 0; d < width; d += 8) store8(row_out + d, mul8(load8(row_out + d), shrink));
+      float factor[8];
+      store8(factor, shrink);
+      total *= factor[0];
+      peak = new_peak;
+    }
+    total += sum8(sum);
+  }
+
+  // All visible keys of one chunk into `state`, which starts empty.
+  void run_chunk(const Item& item, int64_t chunk, const float* queries, Scratch& s, State state) const {
+    const int64_t rows = rows_of(item);
+    state.clear(rows, width);
+    const int64_t end = std::min(last_key(item), (chunk + 1) * kChunkKeys);
+    int64_t tile = std::max(first_key(item) / kTileKeys * kTileKeys, chunk * kChunkKeys);
+    for (; tile < end; tile += kTileKeys) {
+      const int64_t num_keys = std::min(kTileKeys, end - tile);
+      load_keys(item, tile, tile + num_keys, s);
+      float* scores = s.scores.data();
+      by_rows(rows, [&](auto count, int64_t r) {
+        score_rows<decltype(count)::value>(queries + r * width, s.key_rows.data(), num_keys, scores + r * kTileKeys);
+      });
+      for (int64_t r = 0; r < rows; ++r) {
+        const int64_t query = item.first + r / group;
+        const int64_t low = std::max<int64_t>(0, key_begin(query) - tile), high = std::min(num_keys, key_end(query) - tile);
+        soften(scores + r * kTileKeys, low, high, state.peak[r], state.total[r], state.out + r * width);
+      }
+      by_rows(rows, [&](auto count, int64_t r) {
+        add_rows<decltype(count)::value>(scores + r * kTileKeys, s.value_rows.data(), num_keys, state.out + r * width);
+      });
+    }
+  }
+
+  template <int R>
+  struct Count {
+    static constexpr int value = R;
+  };
+  template <typename F>
+  static void by_rows(int64_t rows, F&& body) {
+    int64_t r = 0;
+    for (; r + 3 <= rows; r += 3) body(Count<3>{}, r);
+    if (rows - r == 2) body(Count<2>{}, r);
+    if (rows - r == 1) body(Count<1>{}, r);
+  }
+
+  // Adds a chunk's state to the running one. Chunks in which a row saw nothing leave that row as it was.
+  void merge(int64_t rows, State into, State chunk) const {
+    for (int64_t r = 0; r < rows; ++r) {
+      if (chunk.peak[r] == kMinusInf && chunk.total[r] == 0.0f) continue;
+      const float peak = std::max(into.peak[r], chunk.peak[r]);
+      const float a = exp1(into.peak[r] - peak), b = exp1(chunk.peak[r] - peak);
+      into.total[r] = into.total[r] * a + chunk.total[r] * b;
+      float *to = into.out + r * width, *from = chunk.out + r * width;
+      for (int64_t d = 0; d < width; d += 8)
+        store8(to + d, fma8(load8(from + d), splat(b), mul8(load8(to + d), splat(a))));
+      into.peak[r] = peak;
+    }
+  }
+
+  void finish(const Item& item, State state) const {
+    for (int64_t r = 0; r < rows_of(item); ++r) {
+      T* to = out + ((item.first + r / group) * num_heads + item.kv_head * group + r % group) * cache.head_dim;
+      const F8 total = splat(state.total[r]);
+      int64_t d = 0;
+      for (; d + 8 <= cache.head_dim; d += 8) store8(to + d, div8(load8(state.out + r * width + d), total));
+      if (d == cache.head_dim) continue;
+      float tail[8];
+      store8(tail, div8(load8(state.out + r * width + d), total));
+      for (int64_t i = d; i < cache.head_dim; ++i) to[i] = narrow<T>(tail[i - d]);
+    }
+  }
+
+  std::vector<Item> items() const {
+    std::vector<Item> list;
+    const int64_t queries_per_item = std::max<int64_t>(1, kTileRows / group);
+    for (int64_t s = 0; s < batch.num_sequences; ++s)
+      for (int64_t first = batch.query_starts[s]; first < batch.query_starts[s + 1]; first += queries_per_item)
+        for (int64_t h = 0; h < cache.num_kv_heads; ++h) {
+          Item item{s, first, std::min<int64_t>(first + queries_per_item, batch.query_starts[s + 1]), h, 0, 0};
+          item.num_chunks = (last_key(item) + kChunkKeys - 1) / kChunkKeys;
+          list.push_back(item);
+        }
+    return list;
+  }
+
+  void run(int threads) const {
+    std::vector<Item> list = items();
+    const int64_t num_items = int64_t(list.size());
+    int64_t num_chunks = 0, num_floats = 0, rows_max = 0, num_keys = 0;
+    for (Item& item : list) {
+      item.partial = num_floats;
+      num_floats += item.num_chunks * State::floats(rows_of(item), width);
+      num_chunks += item.num_chunks;
+      rows_max = std::max(rows_max, rows_of(item));
+      num_keys += item.num_chunks * rows_of(item) * kChunkKeys;
+    }
+    if (num_keys * width < kParallelProducts) threads = 1;
+    // Few items over many keys (a decode step of few sequences) would leave threads idle: their chunks are spread instead.
+    const bool is_spread = threads > 1 && num_items < 4 * threads && num_chunks > num_items && num_floats <= kSpreadFloatsMax;
+    std::vector<float> partials(is_spread ? num_floats : 0);
+    std::vector<std::pair<int64_t, int64_t>> chunks;  // (item, chunk)
+    for (int64_t i = 0; is_spread && i < num_items; ++i)
+      for (int64_t c = 0; c < list[i].num_chunks; ++c) chunks.emplace_back(i, c);
+    const auto partial = [&](const Item& item, int64_t chunk) {
+      return State(partials.data() + item.partial + chunk * State::floats(rows_of(item), width), rows_of(item));
+    };
+#pragma omp parallel num_threads(threads)
+    {
+      Scratch s(rows_max, width);
+      if (is_spread) {
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t p = 0; p < num_chunks; ++p) {
+          const Item& item = list[chunks[p].first];
+          load_queries(item, s.queries.data());
+          run_chunk(item, chunks[p].second, s.queries.data(), s, partial(item, chunks[p].second));
+        }
+      }
+#pragma omp for schedule(dynamic, 1)
+      for (int64_t i = num_items - 1; i >= 0; --i) {  // late queries see the most keys: longest first
+        const Item& item = list[i];
+        const int64_t rows = rows_of(item);
+        State running(s.running.data(), rows);
+        running.clear(rows, width);
+        if (!is_spread) load_queries(item, s.queries.data());
+        for (int64_t c = first_key(item) / kChunkKeys; c < item.num_chunks; ++c) {
+          const State chunk = is_spread ? partial(item, c) : State(s.chunk.data(), rows);
+          if (!is_spread) run_chunk(item, c, s.queries.data(), s, chunk);
+          merge(rows, running, chunk);
+        }
+        finish(item, running);
+      }
+    }
+  }
+};
+
+// The position of the first index in the batch that would read outside a tensor, or -1.
+int64_t first_bad_index(const BatonCache& cache, const BatonBatch& b) {
+  if (b.query_starts[0] != 0 || b.query_starts[b.num_sequences] != b.num_tokens) return 0;
+  for (int64_t s = 0; s < b.num_sequences; ++s) {
+    if (b.query_starts[s + 1] < b.query_starts[s] || b.context_lens[s] < 0) return s;
+    const int64_t num_blocks = (b.context_lens[s] + cache.block_size - 1) / cache.block_size;
+    if (num_blocks > b.blocks_max) return s;
+    for (int64_t i = 0; i < num_blocks; ++i) {
+      const int32_t block = b.block_tables[s * b.blocks_max + i];
+      if (block < 0 || block >= cache.num_blocks) return s;
+    }
+    for (int64_t t = b.query_starts[s]; t < b.query_starts[s + 1]; ++t)
+      if (b.positions[t] < 0 || b.positions[t] >= b.context_lens[s]) return s;
+  }
+  return -1;
+}
+
+template <typename T>
+void attention(const void* q, const BatonCache& cache, const BatonBatch& batch, int64_t num_heads, float scale, int64_t window, void* out,
+               int threads) {
+  const Attention<T> work{static_cast<const T*>(q), cache, batch, num_heads, num_heads / cache.num_kv_heads,
+                          (cache.head_dim + 7) / 8 * 8, scale, window, static_cast<T*>(out)};
+  work.run(threads);
+}
+
+}  // namespace
+}  // namespace baton
+
+int64_t baton_attention(int is_bf16, const void* q, const BatonCache* cache, const BatonBatch* batch, int64_t num_heads, float scale,
+                        int64_t window, void* out, int threads) {
+  const int64_t bad = baton::first_bad_index(*cache, *batch);
+  if (bad >= 0) return bad;
+  if (is_bf16)
+    baton::attention<baton::bf16>(q, *cache, *batch, num_heads, scale, window, out, threads);
+  else
+    baton::attention<float>(q, *cache, *batch, num_heads, scale, window, out, threads);
+  return -1;
+}

@@ -1,0 +1,151 @@
+"""Builds the native CPU kernels once per machine and loads them: compiler, flags, cache folder, lock, checks.
+
+Owns the files below `<cache>/baton/kernels/<hash>/`; the hash covers sources, flags and machine, so a changed source is another
+library and a library built beforehand (`python -m kernels.native_build`, as an image does) needs no compiler. Several processes
+may come first at the same time: one compiles under a file lock, the others wait for it. Knows nothing of tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+SOURCE_DIR = Path(__file__).parent / "cpu"
+COMPILE_TIMEOUT_S = 180.0
+# The instruction set is named, never `native`: workers on different CPUs must compute the same bits. Contraction of a*b+c is
+# off for the same reason: the kernels say themselves where they fuse.
+COMMON_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-shared",
+    "-fopenmp",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fvisibility=hidden",
+)
+AVX2_FLAGS = ("-mavx2", "-mfma")
+
+
+class NativeUnavailable(Exception):
+    """The native kernels cannot be had here; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLibrary:
+    """A loaded library and how it was built."""
+
+    handle: ctypes.CDLL
+    path: Path
+    instruction_set: str
+
+
+def load_library(*, portable: bool = False, cache_dir: Path | None = None) -> NativeLibrary:
+    """Finds or builds the library for this CPU and loads it. `portable` leaves AVX2 out. Raises NativeUnavailable."""
+    if sys.platform != "linux" or sys.byteorder != "little":
+        raise NativeUnavailable(f"only little-endian Linux is supported, this is {sys.platform}, {sys.byteorder}-endian")
+    has_avx2 = not portable and {"avx2", "fma"} <= _cpu_flags()
+    flags = COMMON_FLAGS + (AVX2_FLAGS if has_avx2 else ())
+    path = (cache_dir or default_cache_dir()) / _build_key(flags) / "libbaton_kernels.so"
+    try:
+        if not path.exists():
+            _build(path, flags)
+        _refuse_foreign_file(path)
+        return NativeLibrary(ctypes.CDLL(str(path)), path, "AVX2+FMA" if has_avx2 else f"portable {platform.machine()}")
+    except OSError as error:
+        raise NativeUnavailable(f"{path}: {error}") from error
+
+
+def default_cache_dir() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base) / "baton" / "kernels"
+
+
+def _sources() -> list[Path]:
+    return sorted(SOURCE_DIR.glob("*.cpp"))
+
+
+def _build_key(flags: tuple[str, ...]) -> str:
+    digest = hashlib.blake2b(digest_size=12)
+    digest.update("\0".join((platform.machine(), *flags)).encode())
+    for source in sorted(SOURCE_DIR.iterdir()):
+        if source.suffix in (".cpp", ".h"):
+            digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def _cpu_flags() -> set[str]:
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return set()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("flags"):
+            return set(line.split(":", 1)[1].split())
+    return set()
+
+
+def _compiler() -> str:
+    wanted = os.environ.get("CXX")
+    for name in [wanted] if wanted else ["g++", "c++", "clang++"]:
+        found = shutil.which(name)
+        if found:
+            return found
+    raise NativeUnavailable(f"no C++ compiler ({wanted or 'g++, c++ or clang++'}) on PATH")
+
+
+def _build(path: Path, flags: tuple[str, ...]) -> None:
+    """Compiles to a temporary file beside `path` and renames it; holds the folder's lock meanwhile."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with _lock(path.parent / "lock"):
+        if path.exists():  # another process was first
+            return
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix="building-") as folder:
+            built = Path(folder) / path.name
+            command = [_compiler(), *flags, "-o", str(built), *map(str, _sources())]
+            try:
+                result = subprocess.run(
+                    command, capture_output=True, text=True, errors="replace", timeout=COMPILE_TIMEOUT_S, stdin=subprocess.DEVNULL
+                )
+            except subprocess.TimeoutExpired as error:
+                raise NativeUnavailable(f"{command[0]} took longer than {COMPILE_TIMEOUT_S:.0f} s") from error
+            if result.returncode != 0:
+                raise NativeUnavailable(f"{command[0]} failed with code {result.returncode}: {result.stderr.strip()[:500]}")
+            built.chmod(0o600)
+            os.replace(built, path)
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """An exclusive lock between processes; the kernel drops it when its holder dies."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _refuse_foreign_file(path: Path) -> None:
+    """A library that somebody else could have written is code that somebody else could run here."""
+    info = path.stat()
+    if info.st_uid not in (0, os.getuid()) or info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise NativeUnavailable(f"{path} belongs to user {info.st_uid} with mode {info.st_mode & 0o777:o}: not loaded")
+
+
+if __name__ == "__main__":
+    try:
+        library = load_library()
+    except NativeUnavailable as unavailable:
+        sys.exit(f"native kernels unavailable: {unavailable}")
+    sys.stdout.write(f"{library.path} ({library.instruction_set})\n")
