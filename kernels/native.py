@@ -248,9 +248,8 @@ def _explain_bad_batch(meta: AttentionMeta, cache: torch.Tensor, sequence: int) 
     if not meta.num_sequences or starts[0] != 0 or starts[-1] != meta.num_tokens:
         return f"query_starts {starts[:1]}..{starts[-1:]} do not cover the {meta.num_tokens} tokens of the step"
     rows = slice(starts[sequence], starts[sequence + 1])
-    table = meta.block_tables[sequence].tolist()
+    table, size = meta.block_tables[sequence].tolist(), f"{cache.shape[0]} blocks of {cache.shape[4]}"
     return (
         f"sequence {sequence}: rows {rows.start}..{rows.stop}, positions {meta.positions[rows].tolist()[:4]}, context "
-        f"{int(meta.context_lens[sequence])}, block table {table[:8]} of {len(table)} do not fit a cache of {cache.shape[0]} blocks "
-        f"of {cache.shape[4]}"
+        f"{int(meta.context_lens[sequence])}, block table {table[:8]} of {len(table)} do not fit a cache of {size}"
     )
