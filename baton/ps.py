@@ -1,0 +1,144 @@
+"""`baton ps`: the fleet as Redis has it: workers, requests in flight with their state, and who owns how many blocks.
+
+Reads through the state store's protocol and changes nothing. What Redis holds is soft and a heartbeat old; the output says so by
+showing ages, not promises.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import time
+from dataclasses import asdict
+from enum import Enum
+from typing import Any
+
+from common.state.open import open_store
+from rich.console import Console
+from rich.table import Table
+
+from baton.instance import InstanceError, find_running
+from common.errors import BatonError
+from common.ids import WorkerId
+from common.state.store import JournalEntry
+from common.types import BlockCensus, WorkerInfo
+
+FINAL_STATES = ("finished", "failed", "cancelled")
+
+
+async def read_fleet(redis_url: str, cluster: str) -> tuple[list[WorkerInfo], dict[WorkerId, BlockCensus], list[JournalEntry]]:
+    """Workers, block ownership and the newest journal entries. Raises StoreUnavailable."""
+    store = open_store(redis_url, cluster)
+    await store.start()
+    try:
+        return await store.list_workers(), await store.block_ownership(), await store.list_journal()
+    finally:
+        await store.close()
+
+
+def workers_table(workers: list[WorkerInfo]) -> Table:
+    table = Table(title=f"workers ({len(workers)})", title_justify="left")
+    for column in (
+        "worker",
+        "role",
+        "state",
+        "incarnation",
+        "pid",
+        "address",
+        "kv",
+        "dtype",
+        "running",
+        "waiting",
+        "handoffs",
+        "free blocks",
+    ):
+        table.add_column(column, overflow="fold")
+    for info in workers:
+        load = info.load
+        table.add_row(
+            info.worker_id,
+            info.role.value,
+            info.state.value,
+            info.incarnation,
+            str(info.pid),
+            info.grpc_address,
+            f"{info.kv_scheme}://{info.kv_address}",
+            info.dtype,
+            str(load.num_running),
+            str(load.num_waiting),
+            str(load.num_handoffs),
+            f"{load.num_blocks_available}/{info.num_blocks}",
+        )
+    return table
+
+
+def requests_table(entries: list[JournalEntry], now_wall_s: float) -> Table:
+    table = Table(title=f"requests ({len(entries)})", title_justify="left")
+    for column in ("request", "state", "epoch", "prefill", "decode", "prompt", "tokens", "age", "error"):
+        table.add_column(column, overflow="fold")
+    for entry in entries:
+        table.add_row(
+            entry.request_id,
+            entry.state,
+            str(entry.epoch),
+            entry.prefill_worker or "-",
+            entry.decode_worker or "-",
+            str(entry.num_prompt_tokens),
+            str(entry.num_tokens),
+            f"{max(0.0, now_wall_s - entry.created_wall_s):.1f} s",
+            entry.error_kind,
+        )
+    return table
+
+
+def blocks_table(ownership: dict[WorkerId, BlockCensus]) -> Table:
+    table = Table(title="blocks", title_justify="left")
+    for column in ("worker", "total", "free", "cached", "held", "held by"):
+        table.add_column(column, overflow="fold")
+    for worker_id, census in sorted(ownership.items()):
+        holders = ", ".join(f"{owner}: {count}" for owner, count in sorted(census.held_by.items(), key=lambda item: -item[1])[:8])
+        if len(census.held_by) > 8:
+            holders += f", and {len(census.held_by) - 8} more"
+        table.add_row(worker_id, str(census.total), str(census.free), str(census.cached), str(census.held), holders or "-")
+    return table
+
+
+def as_json(workers: list[WorkerInfo], ownership: dict[WorkerId, BlockCensus], entries: list[JournalEntry]) -> str:
+    """The same as one JSON object; enums by their value."""
+
+    def plain(value: object) -> Any:
+        if isinstance(value, Enum):
+            return value.value
+        raise TypeError(f"{type(value).__name__} is not JSON")
+
+    return json.dumps(
+        {
+            "workers": [asdict(info) for info in workers],
+            "blocks": {worker_id: asdict(census) for worker_id, census in ownership.items()},
+            "requests": [asdict(entry) for entry in entries],
+        },
+        default=plain,
+        indent=2,
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit code 1 when there is no instance or Redis does not answer."""
+    console = Console()
+    try:
+        redis_url, cluster = arguments.redis_url, arguments.cluster
+        if not redis_url:
+            description = find_running(arguments.instance)
+            redis_url, cluster = description.redis_url, description.cluster
+        workers, ownership, entries = asyncio.run(read_fleet(redis_url, cluster))
+    except (InstanceError, BatonError) as error:
+        Console(stderr=True).print(f"baton ps: {error}", style="red", markup=False)
+        return 1
+    if not arguments.all:
+        entries = [entry for entry in entries if entry.state not in FINAL_STATES]
+    if arguments.json:
+        console.print(as_json(workers, ownership, entries), markup=False, highlight=False, soft_wrap=True)
+        return 0
+    console.print(workers_table(workers), requests_table(entries, time.time()), blocks_table(ownership))
+    return 0
