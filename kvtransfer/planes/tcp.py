@@ -18,7 +18,7 @@ from kvtransfer.data_plane import Fetch
 from kvtransfer.planes.description import open_description, plane_key, seal_description
 from kvtransfer.planes.fetches import FetchBook, RunningFetch
 from kvtransfer.planes.tcp_handshake import LISTENER_ID_BYTES, prove_as_client, receive_exactly, receive_into
-from kvtransfer.planes.tcp_server import REPLY, REQUEST, RegionServer, tune
+from kvtransfer.planes.tcp_server import REPLY, REQUEST, RegionServer, resolve, tune
 
 CONNECT_TIMEOUT_S = 3.0
 
@@ -175,7 +175,7 @@ class TcpPlane:
         sock: socket.socket | None = None
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                family, kind, protocol, _, address = (await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM))[0]
+                family, kind, protocol, address = await resolve(host, port)
                 sock = socket.socket(family, kind, protocol)
                 tune(sock)
                 await loop.sock_connect(sock, address)

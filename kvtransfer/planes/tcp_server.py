@@ -12,6 +12,7 @@ import socket
 import struct
 from collections import Counter
 from functools import partial
+from typing import Any
 
 from kvtransfer.planes.tcp_handshake import prove_as_server, receive_exactly
 
@@ -27,6 +28,16 @@ REPLY = struct.Struct("!QQ")
 """sequence number, number of bytes; then the bytes"""
 
 _log = logging.getLogger(__name__)
+
+
+async def resolve(host: str, port: int) -> tuple[int, int, int, tuple[Any, ...]]:
+    """Family, type, protocol and address of a listener. A numeric host needs no look-up and so no thread of the loop."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    except socket.gaierror:
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, kind, protocol, _, address = found[0]
+    return family, kind, protocol, address
 
 
 def tune(sock: socket.socket) -> None:
@@ -55,7 +66,7 @@ class RegionServer:
     async def start(self, host: str) -> int:
         """Binds a free port of `host` and returns it. Raises OSError."""
         loop = asyncio.get_running_loop()
-        family, kind, protocol, _, address = (await loop.getaddrinfo(host, 0, type=socket.SOCK_STREAM))[0]
+        family, kind, protocol, address = await resolve(host, 0)
         listener = socket.socket(family, kind, protocol)
         try:
             listener.setblocking(False)
