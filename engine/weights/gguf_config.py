@@ -108,7 +108,7 @@ def _llama3_scaling(file: GGUFFile, head_dim: int) -> dict[str, Any]:
     """
     stored = file.read(ROPE_FACTORS_TENSOR).astype(np.float64)
     theta = float(file.architecture_value("rope.freq_base", 10000.0))
-    factor = float(stored.max())
+    factor = round(float(stored.max()), 4)  # the divisors were computed in fp32
     wavelengths = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     low, high = _LLAMA3_LOW_FREQ_FACTOR, _LLAMA3_HIGH_FREQ_FACTOR
     smooth = np.clip((_LLAMA3_ORIGINAL_POSITIONS / wavelengths - low) / (high - low), 0.0, 1.0)

@@ -100,7 +100,7 @@ def test_draws_of_many_seeds_follow_the_softmax(temperature: float) -> None:
 @pytest.mark.parametrize("varied", ["seed", "choice", "token_index"])
 def test_noise_is_uniform_and_uncorrelated_along_each_argument(varied: str) -> None:
     values = np.array([uniform(**({"seed": 3, "choice": 0, "token_index": 5} | {varied: n})) for n in range(20000)])
-    assert 0.0 <= values.min() and values.max() < 1.0
+    assert values.min() >= 0.0 and values.max() < 1.0
     assert np.abs(np.histogram(values, bins=20, range=(0, 1))[0] / 1000 - 1).max() < 0.13
     assert abs(np.corrcoef(values[:-1], values[1:])[0, 1]) < 0.03
     assert len(set(values.tolist())) == 20000
