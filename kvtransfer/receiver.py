@@ -191,6 +191,13 @@ class KVReceiver:
                 link = await self._dialler.link_to(peer, address)
         except TimeoutError as error:
             raise DeadlineExceeded(f"no link to {peer} at {address} within {deadline_s:g} s") from error
+        except asyncio.CancelledError:
+            # The sender does not know us yet; it is told as soon as the link is there, so that no lease has to run out.
+            told = self.refuse(
+                address=address, peer=peer, handoff_id=handoff_id, epoch=epoch, reason="cancelled", kind="ClientCancelled"
+            )
+            self._tasks.spawn(told, f"kv-refuse-{handoff_id}")
+            raise
         self._fence(handoff_id, epoch)  # A newer attempt may have come while the link was dialled.
         entry = self._enter(handoff_id, epoch, link, num_prompt_tokens, first_block_index, tuple(block_ids[:num_blocks]))
         entry.reserved_s = started_s
