@@ -1,0 +1,83 @@
+"""The bounded buffer between a request's orchestration and its client connection.
+
+The orchestrator writes without waiting; text that the client has not taken yet is joined, so a slow client costs characters and not objects.
+When more than `chars_max` wait, `put` refuses and only that request is aborted; one reader, one writer, one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+from common.errors import BatonError
+from common.types import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """New text; may be empty for the first token, whose arrival alone starts the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    finish_reason: FinishReason
+    usage: Usage
+    timeline: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Errored:
+    error: BatonError
+
+
+OutputItem = TextDelta | Ended | Errored
+
+
+class OutputBuffer:
+    """Text, then exactly one Ended or Errored. `overflowed` is set when the writer was refused."""
+
+    def __init__(self, chars_max: int) -> None:
+        self._chars_max = chars_max
+        self._pieces: list[str] = []
+        self._num_chars = 0
+        self._end: Ended | Errored | None = None
+        self._wake = asyncio.Event()
+        self.overflowed = asyncio.Event()
+
+    def put(self, text: str) -> bool:
+        """False, and nothing kept, when the client is too far behind."""
+        if self._num_chars + len(text) > self._chars_max and self._pieces:
+            self.overflowed.set()
+            return False
+        self._pieces.append(text)
+        self._num_chars += len(text)
+        self._wake.set()
+        return True
+
+    def end(self, item: Ended | Errored) -> None:
+        if self._end is None:
+            self._end = item
+            self._wake.set()
+
+    async def get(self) -> OutputItem:
+        """All waiting text in one piece, or the end. Cancelling it loses nothing."""
+        while not self._pieces and self._end is None:
+            self._wake.clear()
+            await self._wake.wait()
+        if self._pieces:
+            text = "".join(self._pieces)
+            self._pieces.clear()
+            self._num_chars = 0
+            return TextDelta(text)
+        assert self._end is not None
+        return self._end

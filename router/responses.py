@@ -1,0 +1,120 @@
+"""OpenAI's response shapes as plain dictionaries and bytes: full responses, stream chunks, errors.
+
+Knows nothing of how the text came to be. One error table, two renderings: an HTTP body and an SSE event. JSON goes out as UTF-8, except
+errors, which may quote a client's lone surrogate and are therefore ASCII with escapes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from common.errors import BatonError
+from router.output import Ended, Usage
+from router.request import Endpoint, ValidRequest
+
+SSE_DONE = b"data: [DONE]\n\n"
+
+
+def usage_object(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.num_prompt_tokens,
+        "completion_tokens": usage.num_completion_tokens,
+        "total_tokens": usage.num_prompt_tokens + usage.num_completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
+    }
+
+
+def full_response(request: ValidRequest, created: int, text: str, ended: Ended) -> dict[str, Any]:
+    choice: dict[str, Any] = {"index": 0, "finish_reason": ended.finish_reason.value, "logprobs": None}
+    if request.endpoint is Endpoint.CHAT:
+        choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+    else:
+        choice["text"] = text
+    response = {
+        "id": request.request_id,
+        "object": request.endpoint.value,
+        "created": created,
+        "model": request.model,
+        "choices": [choice],
+        "usage": usage_object(ended.usage),
+    }
+    if request.wants_timeline:
+        response["baton"] = ended.timeline
+    return response
+
+
+class ChunkWriter:
+    """The SSE events of one stream. With usage asked for, every chunk carries `usage` (null until the last)."""
+
+    def __init__(self, request: ValidRequest, created: int) -> None:
+        self._request = request
+        self._head = {
+            "id": request.request_id,
+            "object": request.endpoint.chunk_object,
+            "created": created,
+            "model": request.model,
+        }
+        self._is_chat = request.endpoint is Endpoint.CHAT
+        self._tail: dict[str, Any] = {"usage": None} if request.include_usage else {}
+
+    def start(self) -> bytes:
+        """The first event: for chat the role, for completions nothing."""
+        return self._chunk({"role": "assistant", "content": ""}, None) if self._is_chat else b""
+
+    def text(self, text: str) -> bytes:
+        if not text:
+            return b""
+        return self._chunk({"content": text}, None) if self._is_chat else self._chunk(text, None)
+
+    def end(self, ended: Ended) -> bytes:
+        """The chunk with the finish reason, the usage chunk when asked for, and the end marker."""
+        extra = {"baton": ended.timeline} if self._request.wants_timeline else {}
+        body = self._chunk({} if self._is_chat else "", ended.finish_reason.value, extra)
+        if self._request.include_usage:
+            body += sse_event({**self._head, "choices": [], "usage": usage_object(ended.usage)})
+        return body + SSE_DONE
+
+    def error(self, error: BatonError) -> bytes:
+        """The one error event after which the stream ends."""
+        return sse_event(error_object(error, self._request.request_id), ascii_only=True) + SSE_DONE
+
+    def _chunk(self, content: dict[str, str] | str, finish_reason: str | None, extra: dict[str, Any] | None = None) -> bytes:
+        choice: dict[str, Any] = {
+            "index": 0,
+            "delta" if self._is_chat else "text": content,
+            "finish_reason": finish_reason,
+            "logprobs": None,
+        }
+        return sse_event({**self._head, "choices": [choice], **self._tail, **(extra or {})})
+
+
+def sse_event(value: dict[str, Any], *, ascii_only: bool = False) -> bytes:
+    return b"data: " + json.dumps(value, ensure_ascii=ascii_only, separators=(",", ":")).encode() + b"\n\n"
+
+
+def error_object(error: BatonError, request_id: str) -> dict[str, Any]:
+    rule = error.rule
+    return {
+        "error": {
+            "message": error.message,
+            "type": rule.openai_type,
+            "param": error.param,
+            "code": error.code or _code_of(error.kind),
+            "kind": error.kind,
+            "request_id": request_id,
+        }
+    }
+
+
+def error_headers(error: BatonError) -> dict[str, str]:
+    """Retry-After in whole seconds for refusals that a later try may pass."""
+    if error.rule.http_status in (429, 503):
+        return {"retry-after": str(max(1, math.ceil(error.retry_after_s or 1.0)))}
+    return {}
+
+
+def _code_of(kind: str) -> str:
+    """InvalidRequest → invalid_request."""
+    return "".join(f"_{char.lower()}" if char.isupper() and index else char.lower() for index, char in enumerate(kind))

@@ -1,0 +1,102 @@
+"""The HTTP side of a served request: server-sent events or one JSON body, and the watch for a client that leaves.
+
+Reads a Call's output and writes it; owns no request state. The status is decided by the first output item, so everything that fails
+before the first token is a proper HTTP error; afterwards a failure is one error event and the end of the stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from common.clock import Clock
+from common.errors import BatonError, ClientCancelled
+from router.orchestrator import Call
+from router.output import Ended, Errored, TextDelta
+from router.responses import ChunkWriter, error_headers, error_object, full_response
+
+OVERFLOW_GRACE_S = 1.0
+"""How long a client that fell too far behind gets to take the error event before the connection is dropped."""
+
+
+class GenerationResponse:
+    """An ASGI response. Whatever ends it (done, client gone, server stopping) also ends the call."""
+
+    def __init__(self, call: Call, created: int, clock: Clock) -> None:
+        self._call = call
+        self._created = created
+        self._clock = clock
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        write = self._write_stream if self._call.request.stream else self._write_full
+        writer = asyncio.create_task(write(send), name="write response")
+        gone = asyncio.create_task(_wait_disconnect(receive), name="watch client")
+        too_slow = asyncio.create_task(self._call.output.overflowed.wait(), name="watch buffer")
+        tasks = {writer, gone, too_slow}
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if too_slow.done() and not writer.done():
+                await asyncio.wait({writer, gone}, timeout=OVERFLOW_GRACE_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._call.cancel(ClientCancelled("the client closed the connection"))
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        if writer.done() and not writer.cancelled():
+            writer.result()
+
+    async def _write_full(self, send: Send) -> None:
+        pieces: list[str] = []
+        while True:
+            item = await self._call.output.get()
+            if isinstance(item, TextDelta):
+                pieces.append(item.text)
+            elif isinstance(item, Ended):
+                body = full_response(self._call.request, self._created, "".join(pieces), item)
+                return await send_json(send, 200, body)
+            else:
+                return await send_error(send, item.error, self._call.request.request_id)
+
+    async def _write_stream(self, send: Send) -> None:
+        item = await self._call.output.get()
+        if isinstance(item, Errored):
+            return await send_error(send, item.error, self._call.request.request_id)
+        chunks = ChunkWriter(self._call.request, self._created)
+        headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
+        await send({"type": "http.response.start", "status": 200, "headers": _raw(headers)})
+        head = chunks.start()
+        while isinstance(item, TextDelta):
+            body = head + chunks.text(item.text)
+            head = b""
+            if body:
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+            if not self._call.timeline.first_out_s:
+                self._call.timeline.first_out_s = self._clock.monotonic()
+            item = await self._call.output.get()
+        last = chunks.end(item) if isinstance(item, Ended) else chunks.error(item.error)
+        await send({"type": "http.response.body", "body": head + last, "more_body": False})
+
+
+async def send_json(
+    send: Send, status: int, value: dict[str, Any], headers: dict[str, str] | None = None, *, ascii_only: bool = False
+) -> None:
+    body = json.dumps(value, ensure_ascii=ascii_only, separators=(",", ":")).encode()
+    raw = _raw({"content-type": "application/json", "content-length": str(len(body)), **(headers or {})})
+    await send({"type": "http.response.start", "status": status, "headers": raw})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+async def send_error(send: Send, error: BatonError, request_id: str) -> None:
+    await send_json(send, error.rule.http_status, error_object(error, request_id), error_headers(error), ascii_only=True)
+
+
+async def _wait_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _raw(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:
+    return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
