@@ -79,3 +79,10 @@ class StateStore(Protocol):
     async def list_journal(self, limit: int = 1000) -> list[JournalEntry]:
         """The newest entries first, at most `limit`."""
         ...
+
+
+FINAL_JOURNAL_STATES = frozenset({"finished", "failed", "cancelled"})
+EPOCH_TTL_S = 3600
+"""An epoch counter outlives every attempt of its request: longer than any request deadline."""
+JOURNAL_ENTRIES_MAX = 10_000
+"""The journal's index keeps this many entries; older ones drop out of listings before their TTL."""

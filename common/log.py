@@ -1,0 +1,85 @@
+"""JSON logs on stderr: one object per line, a constant event name, and fields. Nothing per token, never a prompt or a key.
+
+Built on the standard library's logging, so that libraries' own records come out in the same form. A record's fields are what the
+caller passed as `extra={"fields": {...}}` or as plain `extra` keys; `get_logger(name).event("name", field=…)` is the short way.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import TextIO
+
+_STANDARD = frozenset(logging.LogRecord("", 0, "", 0, "", None, None).__dict__) | {"message", "asctime", "taskName", "fields"}
+FIELD_CHARS_MAX = 4000
+"""A longer text value is cut, so that no log line grows without a bound."""
+
+
+class JsonFormatter(logging.Formatter):
+    """`{"ts": …, "level": …, "logger": …, "event": …, …fields}` and, for exceptions, `error` and `traceback`."""
+
+    def __init__(self, **constant_fields: object) -> None:
+        super().__init__()
+        self._constant_fields = constant_fields
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry: dict[str, object] = {
+            "ts": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "event": record.getMessage(),
+        }
+        entry |= self._constant_fields
+        entry |= {key: value for key, value in record.__dict__.items() if key not in _STANDARD}
+        fields = getattr(record, "fields", None)
+        if isinstance(fields, dict):
+            entry |= fields
+        if record.exc_info and record.exc_info[0] is not None:
+            entry["error"] = f"{record.exc_info[0].__name__}: {record.exc_info[1]}"
+            entry["traceback"] = self.formatException(record.exc_info)
+        return json.dumps({key: _bounded(value) for key, value in entry.items()}, default=str, ensure_ascii=False)
+
+
+def _bounded(value: object) -> object:
+    if isinstance(value, str) and len(value) > FIELD_CHARS_MAX:
+        return value[:FIELD_CHARS_MAX] + "…"
+    return value
+
+
+class EventLogger:
+    """Thin handle on one logger. The level says who should act: info nobody, warning look when you can, error now."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        self._logger = logger
+
+    def event(self, name: str, **fields: object) -> None:
+        self._logger.info(name, extra={"fields": fields})
+
+    def warn(self, name: str, **fields: object) -> None:
+        self._logger.warning(name, extra={"fields": fields})
+
+    def error(self, name: str, **fields: object) -> None:
+        """Inside an `except` block the traceback goes along."""
+        self._logger.error(name, extra={"fields": fields}, exc_info=sys.exc_info()[0] is not None)
+
+
+def get_logger(name: str) -> EventLogger:
+    return EventLogger(logging.getLogger(f"baton.{name}"))
+
+
+def configure_logging(*, level: str = "info", stream: TextIO | None = None, **constant_fields: object) -> None:
+    """Sends every record of the process through the JSON formatter, `constant_fields` (service, worker id) on each line.
+
+    Libraries are let through from WARNING on; ours from `level` on. Raises ValueError for an unknown level.
+    """
+    number = logging.getLevelNamesMapping().get(level.upper())
+    if number is None:
+        raise ValueError(f"log level {level!r} is not one of debug, info, warning, error")
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(JsonFormatter(**constant_fields))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(max(number, logging.WARNING))
+    logging.getLogger("baton").setLevel(number)

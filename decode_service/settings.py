@@ -1,0 +1,18 @@
+"""Settings of a decode worker beyond those of every worker."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from engine.serving.settings import WorkerSettings
+
+
+class DecodeSettings(WorkerSettings):
+    local_prefill_tokens: int = Field(
+        default=256,
+        ge=1,
+        description="prompt tokens that one step may compute beside decoding, so that local prefill cannot swamp it",
+    )
+    transfer_deadline_s: float = Field(
+        default=60.0, gt=0, description="seconds that one handoff may take from reservation to commit"
+    )

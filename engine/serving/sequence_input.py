@@ -1,0 +1,69 @@
+"""From a wire SequenceSpec to the engine's: every integer that came over the network is checked here, once.
+
+A worker trusts its routers with meaning (sampling values are validated there), never with memory: lengths, ids and token
+numbers are bounded before anything is allocated for them.
+"""
+
+from __future__ import annotations
+
+from common.errors import InvalidRequest
+from common.ids import ID_LENGTH_MAX
+from common.rpc import convert
+from common.rpc import serving_pb2 as pb
+from engine.commands import SequenceSpec
+from engine.serving.session import attempt_key
+
+STOP_TOKENS_MAX = 128
+SALT_BYTES_MAX = 64
+
+
+def parse_attempt(attempt: pb.Attempt) -> None:
+    """Raises InvalidRequest for an attempt that no router of ours would send."""
+    if not 0 < len(attempt.request_id) <= ID_LENGTH_MAX:
+        raise InvalidRequest(
+            f"request_id has {len(attempt.request_id)} characters, 1 to {ID_LENGTH_MAX} are allowed", param="request_id"
+        )
+    if attempt.epoch < 1:
+        raise InvalidRequest("epoch must be at least 1", param="epoch")
+
+
+def parse_handoff_id(handoff_id: str) -> str:
+    if not 0 < len(handoff_id) <= ID_LENGTH_MAX:
+        raise InvalidRequest(f"handoff_id has {len(handoff_id)} characters, 1 to {ID_LENGTH_MAX} are allowed", param="handoff_id")
+    return handoff_id
+
+
+def parse_sequence(attempt: pb.Attempt, message: pb.SequenceSpec, *, vocab_size: int, max_sequence_tokens: int) -> SequenceSpec:
+    """The engine's spec of a wire message. Raises InvalidRequest naming the field and the limit."""
+    parse_attempt(attempt)
+    num_tokens = len(message.token_ids)
+    if not 0 < num_tokens < max_sequence_tokens:
+        raise InvalidRequest(
+            f"token_ids has {num_tokens} tokens; this worker takes 1 to {max_sequence_tokens - 1} and room for one more",
+            param="token_ids",
+        )
+    if not 0 < message.num_prompt_tokens <= num_tokens:
+        raise InvalidRequest(
+            f"num_prompt_tokens is {message.num_prompt_tokens}, token_ids has {num_tokens}", param="num_prompt_tokens"
+        )
+    largest = max(message.token_ids)
+    if largest >= vocab_size:
+        raise InvalidRequest(f"token id {largest} is outside the vocabulary of {vocab_size}", param="token_ids")
+    if len(message.stop.stop_token_ids) > STOP_TOKENS_MAX:
+        raise InvalidRequest(f"{len(message.stop.stop_token_ids)} stop tokens, at most {STOP_TOKENS_MAX}", param="stop_token_ids")
+    if len(message.cache_salt) > SALT_BYTES_MAX:
+        raise InvalidRequest(f"cache_salt has {len(message.cache_salt)} bytes, at most {SALT_BYTES_MAX}", param="cache_salt")
+    num_emitted = num_tokens - message.num_prompt_tokens
+    if message.stop.max_new_tokens <= num_emitted:
+        raise InvalidRequest(
+            f"max_new_tokens is {message.stop.max_new_tokens}, but {num_emitted} completion tokens exist already",
+            param="max_new_tokens",
+        )
+    return SequenceSpec(
+        key=attempt_key(attempt),
+        token_ids=tuple(message.token_ids),
+        num_prompt_tokens=message.num_prompt_tokens,
+        sampling=convert.sampling_from_pb(message.sampling),
+        stop=convert.stop_from_pb(message.stop),
+        cache_salt=message.cache_salt,
+    )
