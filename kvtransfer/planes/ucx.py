@@ -65,9 +65,8 @@ class _NixlReader:
         found = next(module for module in BINDINGS if importlib.util.find_spec(module) is not None)
         # The binding itself, not the package's wrapper: that fixes the progress timeout to 0 and pickles descriptors.
         self._nixl = importlib.import_module(f"{found}._bindings")
-        self._errors: tuple[type[Exception], ...] = tuple(
-            v for k, v in vars(self._nixl).items() if k.endswith("Error") and isinstance(v, type)
-        )
+        named = [value for name, value in vars(self._nixl).items() if name.endswith("Error")]
+        self._errors: tuple[type[Exception], ...] = tuple(value for value in named if isinstance(value, type))
         config = self._nixl.nixlAgentConfig()
         config.useProgThread = True
         config.pthrDelay = PROGRESS_TIMEOUT_US
@@ -83,7 +82,7 @@ class _NixlReader:
             self._registered = self._nixl.nixlRegDList(self._nixl.DRAM_SEG, rows)
             self._agent.registerMem(self._registered, [self._backend])
             self.metadata: bytes = self._agent.getLocalMD()
-        except (*self._errors, RuntimeError) as error:
+        except self._errors + (RuntimeError,) as error:
             hint = "; UCX_TLS must contain tcp or an RDMA transport" if "UCX_TLS" in os.environ else ""
             raise ReadError(f"UCX cannot start: {error}{hint}") from error
 
