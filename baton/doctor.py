@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
-from common.state.open import open_store
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -33,6 +32,8 @@ from baton.checks import (
 )
 from baton.planes_probe import PLANES_PROBE
 from baton.subprocess_probe import probe_json
+from common.redis_server import EmbeddedRedis
+from common.state.open import open_store
 
 PROBE_TIMEOUT_S = 120.0
 """Generous: the first use of the native kernels compiles them."""
@@ -93,7 +94,11 @@ def check_planes() -> list[Finding]:
 
 def check_store(redis_url: str) -> list[Finding]:
     if redis_url:
-        if asyncio.run(_answers(redis_url)):
+        try:
+            answers = asyncio.run(_answers(redis_url))
+        except ValueError as error:
+            return [Finding("redis", "fail", str(error), "write it as redis://HOST:PORT/0, or unset REDIS_URL")]
+        if answers:
             return [Finding("redis", "ok", f"{hide_password(redis_url)} answers")]
         return [
             Finding(
@@ -111,13 +116,11 @@ def check_store(redis_url: str) -> list[Finding]:
 
 def check_embedded_store() -> Finding:
     """Starts the embedded server for a moment and asks it."""
-    from common.redis_server import EmbeddedRedis
-
     server = EmbeddedRedis()
     try:
         server.start()
         answers = asyncio.run(_answers(server.url))
-    except Exception as error:
+    except (RuntimeError, OSError) as error:
         return Finding("redis", "fail", f"the embedded server does not start: {error}", "set REDIS_URL to a running Redis 7")
     finally:
         server.stop()
@@ -128,11 +131,9 @@ def check_embedded_store() -> Finding:
 
 async def _answers(redis_url: str) -> bool:
     store = open_store(redis_url, "doctor")
+    await store.start()
     try:
-        await store.start()
         return await store.ping()
-    except Exception:
-        return False
     finally:
         await store.close()
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from baton.children import ChildSpec
 
-STOP_ROUTER, STOP_WORKERS = 0, 1
+STOP_ROUTER, STOP_WORKERS, STOP_STORE = 0, 1, 2
 
 
 class PlanError(Exception):

@@ -14,13 +14,13 @@ from dataclasses import asdict
 from enum import Enum
 from typing import Any
 
-from common.state.open import open_store
 from rich.console import Console
 from rich.table import Table
 
 from baton.instance import InstanceError, find_running
 from common.errors import BatonError
 from common.ids import WorkerId
+from common.state.open import open_store
 from common.state.store import JournalEntry
 from common.types import BlockCensus, WorkerInfo
 

@@ -1,7 +1,7 @@
-"""When is the fleet ready? Asks the router what it can use, and the registry and the children's logs what the workers do meanwhile.
+"""When is the fleet ready? Asks the router what it can use, and registry and logs what the workers do meanwhile.
 
-The router's `/readyz` decides, so "ready" means what a request would find, not that processes exist. Registry and logs are for the
-display only. All waits are bounded by one deadline in seconds.
+The router's `/readyz` decides, so "ready" means what a request would find, not that processes exist. Registry and logs are
+for the display only. All waits are bounded by one deadline in seconds.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ async def wait_ready(
     timeout_s: float,
     on_progress: Progress,
 ) -> None:
-    """Returns once the router can use all workers. `logs`: name of a child → its log, `router` among them; `roles`: worker → role.
+    """Returns once the router can use all workers. `logs`: child → its log, `router` among them; `roles`: worker → role.
 
     Raises NotReady after `timeout_s` seconds.
     """
@@ -131,7 +131,9 @@ def doing(log_path: Path) -> str:
     return describe_event(record) if isinstance(record, dict) else lines[0][:100]
 
 
-_HEAD_FIELDS = frozenset({"event", "level", "time", "ts", "logger", "pid", "service", "worker_id"})
+_HEAD_FIELDS = frozenset(
+    {"event", "level", "ts", "logger", "pid", "service", "worker_id", "router_id", "incarnation", "traceback"}
+)
 
 
 def describe_event(record: Mapping[str, Any]) -> str:

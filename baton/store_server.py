@@ -1,17 +1,26 @@
-"""The state store of one `baton up`: the server behind a given URL, or an embedded one that lives and ends with it.
+"""The state store of one `baton up`: the server behind a given URL, or an embedded one, supervised like the others.
 
-A given server is only asked whether it answers, a few times with growing waits; the embedded one is a plain child process
-that the kernel ends with `baton up`. Nothing here reads or writes keys.
+A given server is only asked whether it answers, a few times with growing waits. The embedded one listens on a Unix socket in
+a private folder that outlives its process, so a replacement is found under the same URL. Nothing here reads or writes keys.
 """
 
 from __future__ import annotations
 
 import asyncio
+import shutil
+import tempfile
+from pathlib import Path
 
-from common.redis_server import EmbeddedRedis
+from baton.children import ChildSpec
+from common.redis_server import server_binary
 from common.state.open import open_store
 
+NAME = "store"
 PING_WAITS_S = (0.2, 0.5, 1.0, 2.0, 4.0)
+EMBEDDED_LOOKS = 200
+EMBEDDED_LOOK_S = 0.05
+SOCKET_PATH_MAX = 100
+"""Unix socket paths end at 107 bytes; a state folder deeper than this gets its socket in a temporary folder instead."""
 
 
 class StoreFailed(Exception):
@@ -19,42 +28,67 @@ class StoreFailed(Exception):
 
 
 class StoreServer:
-    """`start` once, `stop` in any case."""
+    """Where the store is. The caller runs `spec` (if embedded) between `prepare` and `wait`, and calls `clean` in any case."""
 
-    def __init__(self, redis_url: str) -> None:
+    def __init__(self, redis_url: str, run_folder: Path) -> None:
         self.url = redis_url
-        self._embedded: EmbeddedRedis | None = None
+        self.spec: ChildSpec | None = None
+        self._run_folder = run_folder
+        self._temporary: Path | None = None
 
-    def describe(self) -> str:
-        return "embedded server" if self._embedded is not None else "the given Redis answers"
-
-    async def start(self) -> None:
-        """Starts the embedded server, or waits until the given one answers. Raises StoreFailed."""
+    def prepare(self, stop_stage: int) -> None:
+        """Chooses the place of an embedded server; nothing to do for a given URL. Raises StoreFailed when there is none."""
         if self.url:
-            await self._wait_for_answer()
             return
-        embedded = EmbeddedRedis()
         try:
-            embedded.start()  # on this thread: the kernel ties the server's life to the thread that starts it; takes some 0.1 s
-        except (OSError, RuntimeError) as error:
-            raise StoreFailed(f"the embedded store does not start: {error}; give a running one with --redis-url") from error
-        self._embedded = embedded
-        self.url = embedded.url
+            binary = server_binary()
+        except RuntimeError as error:
+            raise StoreFailed(str(error)) from error
+        folder = self._run_folder
+        if len(str(folder / "store.sock")) > SOCKET_PATH_MAX:
+            folder = self._temporary = Path(tempfile.mkdtemp(prefix="baton-store-"))
+        self.url = f"unix://{folder}/store.sock"
+        self.spec = ChildSpec(NAME, tuple(embedded_command(binary, folder)), {}, stop_stage)
 
-    async def _wait_for_answer(self) -> None:
-        for wait_s in (0.0, *PING_WAITS_S):
-            await asyncio.sleep(wait_s)
+    async def wait(self) -> None:
+        """Returns when the store answers. Raises StoreFailed."""
+        waits = (EMBEDDED_LOOK_S,) * EMBEDDED_LOOKS if self.spec is not None else (0.0, *PING_WAITS_S)
+        try:
             store = open_store(self.url, "ping")
-            try:
-                await store.start()
+        except ValueError as error:
+            raise StoreFailed(str(error)) from error
+        await store.start()
+        try:
+            for wait_s in waits:
+                await asyncio.sleep(wait_s)
                 if await store.ping():
                     return
-            finally:
-                await store.close()
-        raise StoreFailed(f"the store given by --redis-url or REDIS_URL did not answer within {sum(PING_WAITS_S):.0f} s")
+        finally:
+            await store.close()
+        which = "embedded store" if self.spec is not None else "store given by --redis-url or REDIS_URL"
+        raise StoreFailed(f"the {which} did not answer within {sum(waits):.0f} s")
 
-    def stop(self) -> None:
-        """Ends the embedded server and removes its files; a given server is left alone. Idempotent."""
-        if self._embedded is not None:
-            self._embedded.stop()
-            self._embedded = None
+    def describe(self) -> str:
+        return "embedded server" if self.spec is not None else "the given server answers"
+
+    def clean(self) -> None:
+        """Removes the temporary folder if there is one. Idempotent."""
+        if self._temporary is not None:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+            self._temporary = None
+
+
+def embedded_command(binary: Path, folder: Path, memory_bytes_max: int = 256 << 20) -> list[str]:
+    """The server on a Unix socket in `folder`: nothing on disk, no TCP port, bounded memory that fails rather than forgets."""
+    flags = {
+        "--port": "0",
+        "--unixsocket": str(folder / "store.sock"),
+        "--unixsocketperm": "700",
+        "--dir": str(folder),
+        "--save": "",
+        "--appendonly": "no",
+        "--maxmemory": str(memory_bytes_max),
+        "--maxmemory-policy": "noeviction",
+        "--daemonize": "no",
+    }
+    return [str(binary), *[part for pair in flags.items() for part in pair]]

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import secrets
-import shlex
 import signal
 import sys
 import time
@@ -21,22 +19,20 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from baton.children import ChildSpec, tail
 from baton.display import OK, WORKING, StartDisplay
-from baton.fleet_plan import FleetOptions, PlanError, Surroundings, check_options, plan_fleet, served_model_name
+from baton.fleet_plan import STOP_STORE, FleetOptions, PlanError, Surroundings, check_options, plan_fleet, served_model_name
 from baton.instance import Description, Instance, InstanceError
 from baton.listen import PortTaken, choose_port, reachable_url
 from baton.openai_stream import StreamFailed
 from baton.planes_probe import PLANES_PROBE
 from baton.readiness import NotReady, wait_ready
-from baton.self_check import PROMPT, run_self_check
+from baton.store_server import NAME as STORE
 from baton.store_server import StoreFailed, StoreServer
 from baton.subprocess_probe import child_environment, probe_json, stream_python
 from baton.supervisor import ChildDied, Notice, RestartPolicy, Supervisor
-from baton.timeline_text import timeline_rows
+from baton.up_report import show_address, show_self_check
 from common.clock import SystemClock
 from common.state.open import open_store
 
@@ -108,13 +104,13 @@ class Up:
         self._cluster = f"up-{secrets.token_hex(4)}"
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
-        self._store = StoreServer(options.redis_url)
+        self._store = StoreServer(options.redis_url, self._instance.run_folder)
         self._supervisor = Supervisor(
             log_folder=self._instance.log_folder,
             clock=SystemClock(),
             policy=RestartPolicy(),
             on_notice=self._notice,
-            essential=lambda name: name == "router",
+            essential=lambda name: name in ("router", STORE),
         )
 
     async def run(self) -> int:
@@ -174,7 +170,7 @@ class Up:
         if options.has_self_check:
             await self._self_check(url)
         self._supervisor.start_replacing()
-        self._print_help(url)
+        show_address(self._console, url, self._options.fleet.model_name, self._instance.log_folder)
         if self._ready_fd >= 0:
             os.write(self._ready_fd, b"ready\n")
             os.close(self._ready_fd)
@@ -187,7 +183,10 @@ class Up:
         display.set("model", OK, f"{options.fleet.model_name} in {model_folder}")
         display.set("store", WORKING)
         try:
-            await self._store.start()
+            self._store.prepare(STOP_STORE)
+            if self._store.spec is not None:
+                await self._start_child(self._store.spec)
+            await self._store.wait()
         except StoreFailed as error:
             raise StartFailed(str(error)) from error
         display.set("store", OK, self._store.describe())
@@ -197,11 +196,14 @@ class Up:
         self._instance.describe(description)
         for spec in specs:
             display.set(spec.name, WORKING, "starting")
-            try:
-                await self._supervisor.start(spec)
-            except OSError as error:
-                raise StartFailed(f"{spec.name} cannot be started: {error}") from error
+            await self._start_child(spec)
         await self._wait_ready(display, url, specs)
+
+    async def _start_child(self, spec: ChildSpec) -> None:
+        try:
+            await self._supervisor.start(spec)
+        except OSError as error:
+            raise StartFailed(f"{spec.name} cannot be started: {error}") from error
 
     async def _wait_ready(self, display: StartDisplay, url: str, specs: list[ChildSpec]) -> None:
         roles = {spec.name: spec.name.rpartition("-")[0] for spec in specs if spec.name != "router"}
@@ -227,7 +229,7 @@ class Up:
         )
         lines = outcome.stdout.strip().splitlines()
         if outcome.returncode != 0 or not lines:
-            raise StartFailed(f"model {self._options.model!r}: {outcome.reason}", exit_code=2)
+            raise StartFailed(outcome.reason.removeprefix("error: "), exit_code=2)
         return lines[-1]
 
     async def _choose_transport(self, display: StartDisplay) -> str:
@@ -257,32 +259,11 @@ class Up:
         return plan_fleet(self._options.fleet, around)
 
     async def _self_check(self, url: str) -> None:
-        out = self._console
-        out.print(f"\nself-check: {PROMPT}\n", style="bold", markup=False, highlight=False)
         try:
-            result = await run_self_check(
-                url,
-                self._options.fleet.model_name,
-                lambda text: out.print(text, end="", markup=False, highlight=False, soft_wrap=True),
-            )
+            await show_self_check(self._console, url, self._options.fleet.model_name)
         except StreamFailed as error:
-            out.print()
+            self._console.print()
             raise StartFailed(f"the self-check failed: {error}", log_path=self._instance.log_folder / "router.log") from error
-        out.print("\n")
-        table = Table.grid(padding=(0, 2))
-        for label, value in timeline_rows(result.timeline, result.tokens_per_s):
-            table.add_row(Text(label, style="dim"), Text(value))
-        out.print(table)
-
-    def _print_help(self, url: str) -> None:
-        message = {"role": "user", "content": "Hello"}
-        body = json.dumps({"model": self._options.fleet.model_name, "stream": True, "messages": [message]})
-        curl = f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
-        out = self._console
-        out.print(f"\nserving {self._options.fleet.model_name} at {url}", markup=False, highlight=False)
-        out.print(f"  {curl}", markup=False, highlight=False, soft_wrap=True)
-        out.print(f"  logs in {self._instance.log_folder}", markup=False, highlight=False, soft_wrap=True)
-        out.print("  Ctrl-C (or `baton down`) stops everything", markup=False, highlight=False)
 
     def _notice(self, notice: Notice) -> None:
         self._console.print(
@@ -295,7 +276,7 @@ class Up:
         try:
             await self._supervisor.stop(self._options.fleet.drain_grace_s + STOP_MARGIN_S, self._hurry)
         finally:
-            self._store.stop()
+            self._store.clean()
         self._console.print("stopped; nothing is left running", highlight=False)
 
 

@@ -1,7 +1,7 @@
 """A tiny OpenAI-compatible server for tests of clients: one asyncio listener, scripted answers, no model.
 
-It counts a prompt's words as tokens plus a fixed template overhead, streams a scripted number of pieces with scripted gaps, and records every
-request body and every connection that the client closed early.
+It counts a prompt's words as tokens plus a fixed template overhead, streams a scripted number of pieces with scripted gaps,
+and records every request body and every connection that the client closed early.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class FakeOpenAI:
     num_running: int = 0
     num_running_max: int = 0
     num_cut: int = 0
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
     pieces: list[str] | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     ready_body: dict[str, Any] = field(default_factory=dict)
@@ -78,6 +79,7 @@ class FakeOpenAI:
         number = len(self.bodies)
         self.bodies.append(body)
         self.num_running += 1
+        self.idle.clear()
         self.num_running_max = max(self.num_running_max, self.num_running)
         try:
             failure = self.failures.get(number)
@@ -106,6 +108,8 @@ class FakeOpenAI:
             await writer.drain()
         finally:
             self.num_running -= 1
+            if not self.num_running:
+                self.idle.set()
 
     def _count(self, body: dict[str, Any]) -> int:
         text = body["prompt"] if "prompt" in body else " ".join(message["content"] for message in body["messages"])
