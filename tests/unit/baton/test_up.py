@@ -105,7 +105,12 @@ async def test_from_start_to_ctrl_c(world: World, pipe: tuple[int, int]) -> None
     world.assert_nothing_left()
     shown = world.output.getvalue()
     assert "Runners pass a baton." in shown
-    for words in ("prefill-0 → decode-0", "3.0 MiB in 2 frames over ucx", "first token after", f"curl -N {description.url}/v1/chat"):
+    for words in (
+        "prefill-0 → decode-0",
+        "3.0 MiB in 2 frames over ucx",
+        "first token after",
+        f"curl -N {description.url}/v1/chat",
+    ):
         assert words in shown
 
 
