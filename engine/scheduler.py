@@ -169,14 +169,12 @@ class Scheduler:
         """The next step's work: decodes, then chunks, then new sequences. None: nothing can be done until the next command."""
         assert self._batch is None, "schedule came before the last batch was applied"
         builder = StepBuilder(self._settings.block_size)
-        num_preemptions_before = self.num_preemptions
         self._schedule_decodes(builder)
         num_tokens_max = min(builder.num_tokens + self._settings.prefill_tokens_max, self._settings.token_budget)
         for sequence in self._running:
             if sequence.num_uncomputed > 1 and builder.num_tokens < num_tokens_max:
                 builder.add(sequence, min(sequence.num_uncomputed, num_tokens_max - builder.num_tokens))
-        if self.num_preemptions == num_preemptions_before:  # what was just freed is for those that keep running
-            self._admit(builder, num_tokens_max)
+        self._admit(builder, num_tokens_max)
         self._batch, self._scheduled = builder.build(), builder.scheduled
         for scheduled in self._scheduled:
             sequence = scheduled.sequence

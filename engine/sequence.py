@@ -102,8 +102,8 @@ class Sequence:
 
     @property
     def is_preemptible(self) -> bool:
-        """A peer may be reading or we may be receiving the blocks of the others; freeing them would win nothing or break it."""
-        return self.state is State.RUNNING and self.kind is not Kind.PREFILL
+        """Whether a running sequence may lose its blocks. Of a prefill-only one a peer may be reading them: freeing wins nothing."""
+        return self.kind is not Kind.PREFILL
 
     def block_table(self) -> tuple[int, ...]:
         """The block table as a value, built anew only when it has grown: a decode step must not cost O(tokens)."""

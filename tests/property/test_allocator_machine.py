@@ -1,4 +1,4 @@
-"""The allocator against a naive model: any order of allocate, share, release and set_content keeps every promise about blocks.
+"""The allocator against a naive model: any order of allocate, share, release and set_content keeps every promise about blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Claims about the oracle itself: each kind of damage to the KV changes the output or is reported; no test with it is blind.
+"""Claims about the oracle itself: each kind of damage to the KV changes the output or is reported; no test with it is blind."""
 
 from __future__ import annotations
 

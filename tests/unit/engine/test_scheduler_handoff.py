@@ -198,6 +198,31 @@ def test_reservations_do_not_starve_the_oldest_waiting_sequence() -> None:
     assert driver["big"].tokens == lone_run(make_spec("big", range(100, 124), 3), VOCAB)
 
 
+def test_a_reservation_does_not_take_the_slot_that_the_oldest_waiting_sequence_gets_next() -> None:
+    driver = EngineDriver(max_sequences=2)
+    for name, max_new_tokens in (("a", 1), ("b", 9), ("c", 3)):
+        driver.handle(Generate(make_spec(name, range(5), max_new_tokens)))
+    driver.step()
+    assert driver["a"].ended is not None and key("c") not in driver.outcomes, "one slot is free, and c waits for it"
+    (refused,) = driver.handle(Reserve(make_spec("r", range(5), 9)))
+    assert refused.error_kind == "Overloaded" and "1 of 2 sequences are active, 1 wait" in refused.message
+    driver.run_until_idle()
+    assert driver["c"].tokens == lone_run(make_spec("c", range(5), 3), VOCAB)
+
+
+def test_a_reservation_leaves_a_running_sequence_its_very_last_block() -> None:
+    driver = EngineDriver(num_blocks=4)
+    driver.handle(Generate(make_spec("a", range(4), 4)))
+    driver.step()
+    (refused,) = driver.handle(Reserve(make_spec("b", range(100, 108), 9)))
+    assert refused.error_kind == "Overloaded", "three are available: two, one to grow, and one that the next step of a needs"
+    driver.step()
+    driver.handle(Reserve(make_spec("c", range(100, 104), 3)))
+    assert driver["c"].reserved is not None
+    driver.run_until_idle()
+    assert driver["a"].tokens == lone_run(make_spec("a", range(4), 4), VOCAB) and driver.scheduler.num_preemptions == 0
+
+
 def test_two_commits_of_one_sequence_are_a_bug() -> None:
     driver = EngineDriver()
     driver.handle(Reserve(make_spec("a", range(4), 5)))
