@@ -1,4 +1,4 @@
-"""`baton up` from start to end with stand-in services and the real embedded store: what is shown, in which order things end, what is left."""
+"""`baton up` from start to end with stand-in services and the real embedded store: what it shows, how it ends, what is left."""
 
 from __future__ import annotations
 
