@@ -47,7 +47,9 @@ class StartDisplay:
         self._rows[name] = (state, detail)
         if self._live is None and (before is None or before[0] != state) and state != WAITING:
             elapsed_s = time.monotonic() - self._started_s
-            self._console.print(f"[{elapsed_s:6.1f} s] {name}: {state} {detail}".rstrip(), markup=False, highlight=False)
+            self._console.print(
+                f"[{elapsed_s:6.1f} s] {name}: {state} {detail}".rstrip(), markup=False, highlight=False, soft_wrap=True
+            )
 
     def fail_unfinished(self) -> None:
         """Marks every part that is not ok as failed, so that no spinner stays on the screen."""

@@ -15,7 +15,13 @@ import httpx
 
 from baton.openai_stream import PATHS, StreamFailed, Usage, failure_of_body, parse_event, request_body
 
-PROMPT = "In two sentences, explain what a relay race is and why the baton matters."
+PROMPT = (
+    "In a relay race four runners share one distance. The first runs as fast as she can and hands a baton to the second, who is already "
+    "moving when it arrives; a clumsy handover costs more time than any runner can win back, so teams practise it again and again. "
+    "The baton must change hands inside a marked zone, and a team that drops it may pick it up and go on. "
+    "Explain in two sentences why the handover decides the race."
+)
+"""Longer than what the router computes on a decode worker alone, so that the answer needs the whole path."""
 MAX_TOKENS = 48
 
 

@@ -259,8 +259,9 @@ class Up:
         return plan_fleet(self._options.fleet, around)
 
     async def _self_check(self, url: str) -> None:
+        fleet = self._options.fleet
         try:
-            await show_self_check(self._console, url, self._options.fleet.model_name)
+            await show_self_check(self._console, url, fleet.model_name, wants_handoff=fleet.num_prefill > 0)
         except StreamFailed as error:
             self._console.print()
             raise StartFailed(f"the self-check failed: {error}", log_path=self._instance.log_folder / "router.log") from error

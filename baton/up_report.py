@@ -13,12 +13,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from baton.openai_stream import StreamFailed
 from baton.self_check import PROMPT, run_self_check
 from baton.timeline_text import timeline_rows
 
 
-async def show_self_check(console: Console, url: str, model: str) -> None:
-    """Streams one answer to the console and shows the request's timeline. Raises StreamFailed."""
+async def show_self_check(console: Console, url: str, model: str, *, wants_handoff: bool) -> None:
+    """Streams one answer to the console and shows the request's timeline.
+
+    Raises StreamFailed; also when `wants_handoff` and the answer came without one, because then the path was not proved.
+    """
     console.print(f"\nself-check: {PROMPT}\n", style="bold", markup=False, highlight=False)
     result = await run_self_check(
         url, model, lambda text: console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
@@ -28,6 +32,9 @@ async def show_self_check(console: Console, url: str, model: str) -> None:
     for label, value in timeline_rows(result.timeline, result.tokens_per_s):
         table.add_row(Text(label, style="dim"), Text(value))
     console.print(table)
+    if wants_handoff and not result.timeline.get("handoff"):
+        mode, reason = result.timeline.get("mode"), result.timeline.get("placement_reason")
+        raise StreamFailed("no handoff", f"the answer did not use a prefill and a decode worker (mode {mode}: {reason})")
 
 
 def show_address(console: Console, url: str, model: str, log_folder: Path) -> None:

@@ -30,11 +30,13 @@ class Router(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["content-length"]))
-        timeline = {
+        timeline: dict[str, object] = {
             "mode": "disaggregated", "prefill_worker": "prefill-0", "decode_worker": "decode-0", "transport": "ucx", "ttft_s": 0.01,
             "stages": {"prefill_queue": 0.001, "prefill": 0.005},
             "handoff": {"num_bytes": 3 << 20, "num_frames": 2, "num_blocks": 9, "stages": {"transfer": 0.002}},
         }  # fmt: skip
+        if os.environ.get("FAKE_MODE") == "local":
+            timeline = {"mode": "local", "placement_reason": "short prompt", "handoff": None}
         events = [{"choices": [{"delta": {"content": piece}}]} for piece in ("Runners", " pass", " a baton.")]
         events.append({"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 3}, "baton": timeline})
         self._send("text/event-stream", "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n")

@@ -114,6 +114,13 @@ async def test_from_start_to_ctrl_c(world: World, pipe: tuple[int, int]) -> None
         assert words in shown
 
 
+async def test_a_self_check_that_did_not_use_both_workers_fails_the_start(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_MODE", "local")
+    with pytest.raises(StartFailed, match="mode local: short prompt"):
+        await world.up().run()
+    world.assert_nothing_left()
+
+
 async def test_a_worker_that_dies_while_serving_is_replaced(world: World, pipe: tuple[int, int]) -> None:
     running_up = world.up("--no-self-check", ready_fd=pipe[1])
     running = asyncio.create_task(running_up.run())
