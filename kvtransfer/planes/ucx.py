@@ -37,7 +37,12 @@ PROGRESS_TIMEOUT_US = 100_000
 CONNECT_TIMEOUT_S = 3.0
 CLOSE_TIMEOUT_S = 5.0
 
-_ENVIRONMENT = {"NIXL_LOG_LEVEL": "WARN", "UCX_WARN_UNUSED_ENV_VARS": "n", "UCX_LOG_LEVEL": "error"}
+_ENVIRONMENT = {
+    "NIXL_LOG_LEVEL": "WARN",
+    "UCX_LOG_FILE": "stderr",  # else UCX writes to stdout
+    "UCX_LOG_LEVEL": "error",
+    "UCX_WARN_UNUSED_ENV_VARS": "n",
+}
 _FIELDS = struct.Struct("!QQ16sQIHI")
 """region address, region bytes, boot id, pid namespace, pid, bytes of the agent name, bytes of the metadata"""
 _SCRATCH_BYTES = 4096
