@@ -12,7 +12,6 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
-from importlib import metadata
 
 import jinja2
 import uvicorn
@@ -22,6 +21,7 @@ from common.lifecycle import Lifecycle
 from common.log import configure_logging, get_logger
 from common.settings import settings_or_exit
 from common.state.open import open_store
+from common.version import VERSION
 from router.composition import Router
 from router.metrics import RouterMetrics
 from router.settings import RouterSettings
@@ -66,7 +66,7 @@ async def serve(settings: RouterSettings, tokenizer: ModelTokenizer, listener: s
         clock=SystemClock(),
         metrics=RouterMetrics(),
         log=LOG,
-        version=metadata.version("baton-serve"),
+        version=VERSION,
     )
     try:
         await router.start()

@@ -75,7 +75,7 @@ class Fleet:
     transport: str = "ucx"
     block_size: int = 16
     num_blocks: int = 512
-    local_prefill_max_tokens: int = 0
+    local_prompt_tokens_max: int = 0
     worker_flags: tuple[str, ...] = ()
     router_flags: tuple[str, ...] = ()
     cluster: str = field(default_factory=lambda: f"test-{secrets.token_hex(4)}")
@@ -126,7 +126,7 @@ class Fleet:
         return self._spawn(
             name,
             ["router.main", "--model", str(self.model), "--port", str(self.port), "--redis-url", self.redis_url, "--cluster", self.cluster,
-             "--served-model-name", "smollm2-135m", "--local-prefill-max-tokens", str(self.local_prefill_max_tokens), *self.router_flags],
+             "--served-model-name", "smollm2-135m", "--local-prompt-tokens-max", str(self.local_prompt_tokens_max), *self.router_flags],
         )  # fmt: skip
 
     def start_worker(self, role: str, name: str, *flags: str) -> Child:
@@ -150,8 +150,8 @@ class Fleet:
             try:
                 reply = httpx.get(f"{self.url}/readyz", timeout=2)
                 state = reply.json()
-                workers = [(w["role"], w["usable"]) for w in reply.json().get("workers", [])]
-                if workers.count(("prefill", True)) >= prefill and workers.count(("decode", True)) >= decode:
+                usable = reply.json()["workers"]
+                if usable["prefill"] >= prefill and usable["decode"] >= decode:
                     return
             except (httpx.HTTPError, ValueError) as error:
                 state = repr(error)

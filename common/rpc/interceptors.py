@@ -16,7 +16,7 @@ from common.rpc.channels import PROOF_KEY, cluster_proof
 OPEN_PREFIX = "/grpc.health.v1.Health/"
 
 
-class ClusterGate(grpc.aio.ServerInterceptor[Any, Any]):
+class ClusterGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Refuses calls without the cluster's proof with UNAUTHENTICATED, before any message is read. Constant-time compare."""
 
     def __init__(self, secret: bytes, on_refused: Callable[[], None]) -> None:
