@@ -68,7 +68,9 @@ class LinkListener:
             writer.transport.abort()
             return
         self._num_handshakes += 1
-        self._tasks.spawn(self._serve(reader, writer), "kv-link-accept")
+        task = self._tasks.spawn(self._serve(reader, writer), "kv-link-accept")
+        # Also for a task that is cancelled before its first step and so never enters its body.
+        task.add_done_callback(lambda _: writer.transport.abort())
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -77,9 +79,6 @@ class LinkListener:
             self._refused(fault.reason)
             await _flush(writer)
             return
-        except BaseException:
-            writer.transport.abort()
-            raise
         finally:
             self._num_handshakes -= 1
         older = self.links.get(link.peer)
