@@ -52,15 +52,19 @@ class Lifecycle:
     def ask_drain(self) -> None:
         self._drain_asked.set()
 
-    def fail(self, event: str, **fields: object) -> None:
+    def fail(self, event: str, /, **fields: object) -> None:
         """Something is broken beyond repair in this process: say it, stop at once, exit non-zero."""
         LOG.error(event, **fields)
         self.exit_code = EXIT_FAILED
         self._drain_asked.set()
         self._stop_asked.set()
 
-    def fail_threadsafe(self, event: str, **fields: object) -> None:
-        self._loop.call_soon_threadsafe(lambda: self.fail(event, **fields))
+    def fail_threadsafe(self, event: str, /, **fields: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(lambda: self.fail(event, **fields))
+        except RuntimeError:  # the loop is closed: the process is at its end already, only the exit code is left to set
+            LOG.error(event, **fields)
+            self.exit_code = EXIT_FAILED
 
     async def drain_asked(self) -> None:
         """Returns when the process should stop taking work (or stop at once: see `is_stopping`)."""

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
 from datetime import UTC, datetime
 from typing import TextIO
 
 _STANDARD = frozenset(logging.LogRecord("", 0, "", 0, "", None, None).__dict__) | {"message", "asctime", "taskName", "fields"}
+_ALWAYS = frozenset({"ts", "level", "logger", "event"})
+"""What every line has; a caller's field of such a name gets an underscore behind it instead of replacing it."""
 FIELD_CHARS_MAX = 4000
-"""A longer text value is cut, so that no log line grows without a bound."""
+"""A longer value is cut in its middle (a traceback says most at its ends), so that no log line grows without a bound."""
 
 
 class JsonFormatter(logging.Formatter):
@@ -32,20 +35,30 @@ class JsonFormatter(logging.Formatter):
             "event": record.getMessage(),
         }
         entry |= self._constant_fields
-        entry |= {key: value for key, value in record.__dict__.items() if key not in _STANDARD}
+        given = {key: value for key, value in record.__dict__.items() if key not in _STANDARD}
         fields = getattr(record, "fields", None)
         if isinstance(fields, dict):
-            entry |= fields
+            given |= fields
+        entry |= {f"{key}_" if key in _ALWAYS else key: value for key, value in given.items()}
         if record.exc_info and record.exc_info[0] is not None:
             entry["error"] = f"{record.exc_info[0].__name__}: {record.exc_info[1]}"
             entry["traceback"] = self.formatException(record.exc_info)
-        return json.dumps({key: _bounded(value) for key, value in entry.items()}, default=str, ensure_ascii=False)
+        return json.dumps({key: _plain(value) for key, value in entry.items()}, ensure_ascii=False)
 
 
-def _bounded(value: object) -> object:
-    if isinstance(value, str) and len(value) > FIELD_CHARS_MAX:
-        return value[:FIELD_CHARS_MAX] + "…"
-    return value
+def _plain(value: object) -> object:
+    """The value as JSON can say it: bounded, and without NaN or infinity, which are no JSON."""
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+    if len(text) > FIELD_CHARS_MAX:
+        half = FIELD_CHARS_MAX // 2
+        return f"{text[:half]}…{text[-half:]}"
+    if isinstance(value, str) or "NaN" in text or "Infinity" in text:
+        return text
+    return json.loads(text)
 
 
 class EventLogger:
@@ -54,13 +67,13 @@ class EventLogger:
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
 
-    def event(self, name: str, **fields: object) -> None:
+    def event(self, name: str, /, **fields: object) -> None:
         self._logger.info(name, extra={"fields": fields})
 
-    def warn(self, name: str, **fields: object) -> None:
+    def warn(self, name: str, /, **fields: object) -> None:
         self._logger.warning(name, extra={"fields": fields})
 
-    def error(self, name: str, **fields: object) -> None:
+    def error(self, name: str, /, **fields: object) -> None:
         """Inside an `except` block the traceback goes along."""
         self._logger.error(name, extra={"fields": fields}, exc_info=sys.exc_info()[0] is not None)
 

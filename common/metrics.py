@@ -6,13 +6,26 @@ Buckets are seconds and reach from a millisecond to a minute.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, ProcessCollector, generate_latest
+from prometheus_client.registry import Collector
 
 from common.types import BlockCensus, HandoffTimeline, WorkerLoad
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+class _Refresher(Collector):
+    """Collects nothing itself: it is where a scrape of the registry begins."""
+
+    def __init__(self, refresh: Callable[[], None]) -> None:
+        self._refresh = refresh
+
+    def collect(self) -> Iterator[Metric]:
+        self._refresh()
+        yield from ()
 
 
 class WorkerMetrics:
@@ -20,6 +33,8 @@ class WorkerMetrics:
 
     def __init__(self, *, role: str, worker_id: str, model: str) -> None:
         self.registry = registry = CollectorRegistry()
+        self._refresh: Callable[[], None] = lambda: None
+        registry.register(_Refresher(lambda: self._refresh()))  # first: collectors are read in the order they registered
         ProcessCollector(registry=registry)
         labels = ["role", "worker_id", "model"]
         values = (role, worker_id, model)
@@ -31,7 +46,8 @@ class WorkerMetrics:
         self._waiting = gauge("baton_sequences_waiting", "Sequences that wait for a slot")
         self._blocks = Gauge("baton_kv_blocks", "KV blocks by state", [*labels, "state"], registry=registry)
         self._handoffs = gauge("baton_handoffs_open", "Handoffs under way")
-        self._preemptions = gauge("baton_preemptions", "Sequences preempted since the start")
+        self._preemptions = Counter("baton_preemptions", "Sequences preempted", labels, registry=registry).labels(*values)
+        self._num_preemptions = 0
         self._attempts = Counter(
             "baton_attempts", "Attempts that ended, by reason and error kind", ["reason", "kind"], registry=registry
         )
@@ -58,13 +74,17 @@ class WorkerMetrics:
             registry=registry,
         )
         self._values = values
-        self._refresh: Callable[[], None] = lambda: None
+        self._update_lock = threading.Lock()
 
     def update(self, load: WorkerLoad, census: BlockCensus, num_preemptions: int) -> None:
+        """`num_preemptions` since the process started. May be called from several scraping threads at once."""
         self._running.set(load.num_running)
         self._waiting.set(load.num_waiting)
         self._handoffs.set(load.num_handoffs)
-        self._preemptions.set(num_preemptions)
+        with self._update_lock:
+            if num_preemptions > self._num_preemptions:
+                self._preemptions.inc(num_preemptions - self._num_preemptions)
+                self._num_preemptions = num_preemptions
         for state, count in (("free", census.free), ("cached", census.cached), ("held", census.held)):
             self._blocks.labels(*self._values, state).set(count)
 
@@ -94,10 +114,12 @@ class WorkerMetrics:
             self._handover_s.observe(timeline.first_decode_s - timeline.last_announced_s)
 
     def on_scrape(self, refresh: Callable[[], None]) -> None:
-        """Calls `refresh` before each scrape, so that gauges show the moment and cost nothing in between."""
+        """Calls `refresh` before each scrape of the registry, by whichever server, so that gauges show the moment.
+
+        It runs on the scraping thread and must be safe there.
+        """
         self._refresh = refresh
 
     def render(self) -> bytes:
         """Prometheus text format."""
-        self._refresh()
         return generate_latest(self.registry)

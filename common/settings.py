@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
@@ -24,15 +24,23 @@ class SettingsError(Exception):
     """One line for the person who started the process, naming the flag."""
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise SettingsError(f"{message} (see --help)")
+
+
 def load_settings(
     cls: type[T], argv: Sequence[str], env: Mapping[str, str], *, prefix: str = "BATON_", prog: str | None = None
 ) -> T:
-    """The settings of one process. Raises SettingsError; exits with 0 for --help and 2 for an unknown flag, as argparse does.
+    """The settings of one process. Raises SettingsError for an unknown flag or a bad value; exits with 0 for --help.
 
     Secrets (SecretStr fields) are taken from the environment or the file only: a flag would show them in the process list.
     """
-    parser = argparse.ArgumentParser(
-        prog=prog, description=(cls.__doc__ or "").strip().splitlines()[0] if cls.__doc__ else None, allow_abbrev=False
+    parser = _Parser(
+        prog=prog,
+        description=_escape((cls.__doc__ or "").strip().partition("\n")[0]),
+        epilog=_escape(_secrets_help(cls, prefix)),
+        allow_abbrev=False,
     )
     parser.add_argument("--config", type=Path, help="TOML file with further settings; flags and environment win over it")
     for name, field in cls.model_fields.items():
@@ -102,8 +110,23 @@ def _metavar(field: FieldInfo) -> str | None:
 def _help(name: str, field: FieldInfo, prefix: str) -> str:
     text = field.description or ""
     if not field.is_required():
-        text += f" (default: {field.default!r})"
-    return f"{text} [{prefix}{name.upper()}]".replace("%", "%%")
+        default = field.get_default(call_default_factory=True, validated_data={})
+        text += f" (default: {str(default) if isinstance(default, Path) else default!r})"
+    return _escape(f"{text} [{prefix}{name.upper()}]")
+
+
+def _escape(text: str) -> str:
+    """argparse formats help texts with %."""
+    return text.replace("%", "%%")
+
+
+def _secrets_help(cls: type[BaseModel], prefix: str) -> str:
+    lines = [
+        f"{prefix}{name.upper()}: {field.description or 'a secret'}"
+        for name, field in cls.model_fields.items()
+        if _is_secret(field)
+    ]
+    return "Only from the environment or the file: " + "; ".join(lines) if lines else ""
 
 
 def _explain(error: ValidationError, cls: type[BaseModel], prefix: str) -> str:

@@ -29,10 +29,13 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_reconnect_backoff_ms", 2000),
     # Each worker is its own endpoint: a shared subchannel pool would keep a dead incarnation's connection state alive.
     ("grpc.use_local_subchannel_pool", 1),
+    # Workers are inside the cluster's network: a proxy from the environment (http_proxy) must not see or break these connections.
+    ("grpc.enable_http_proxy", 0),
 ]
 SERVER_OPTIONS: list[tuple[str, int]] = [
     *_COMMON,
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", _KEEPALIVE_S * 500),
+    # Half of what the other end keeps to, so that jitter is never a strike. gRPC ignores unknown names in silence; a test looks.
+    ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_S * 500),
     ("grpc.http2.max_ping_strikes", 0),
     # Two servers must never share a port by accident.
     ("grpc.so_reuseport", 0),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from common.clock import Clock
 from common.ids import RequestId, WorkerId
-from common.state.store import EPOCH_TTL_S, FINAL_JOURNAL_STATES, JOURNAL_ENTRIES_MAX, JournalEntry
+from common.state.store import EPOCH_TTL_S, FINAL_JOURNAL_STATES, INCARNATIONS_MAX, JOURNAL_ENTRIES_MAX, JournalEntry
 from common.types import BlockCensus, WorkerInfo
 
 
@@ -31,9 +31,11 @@ class MemoryStateStore:
     async def publish_worker(self, info: WorkerInfo, census: BlockCensus, ttl_s: float) -> bool:
         now = self._clock.monotonic()
         orders = self._orders.setdefault(info.worker_id, {})
-        mine = orders.setdefault(info.incarnation, len(orders) + 1)
+        mine = orders.setdefault(info.incarnation, max(orders.values(), default=0) + 1)
+        if len(orders) > INCARNATIONS_MAX:
+            del orders[next(iter(orders))]
         current = self._workers.get(info.worker_id)
-        if current is not None and current[0] > now and orders[current[1].incarnation] > mine:
+        if current is not None and current[0] > now and orders.get(current[1].incarnation, 0) > mine:
             return False
         self._workers[info.worker_id] = (now + ttl_s, info, census)
         return True
@@ -56,8 +58,9 @@ class MemoryStateStore:
 
     async def next_epoch(self, request_id: RequestId) -> int:
         now = self._clock.monotonic()
-        expires, epoch = self._epochs.get(request_id, (0.0, 0))
-        epoch = epoch + 1 if expires > now else 1
+        while self._epochs and next(iter(self._epochs.values()))[0] <= now:  # written last is last, and all live equally long
+            del self._epochs[next(iter(self._epochs))]
+        epoch = self._epochs.pop(request_id, (0.0, 0))[1] + 1
         self._epochs[request_id] = (now + EPOCH_TTL_S, epoch)
         return epoch
 
@@ -82,4 +85,4 @@ class MemoryStateStore:
         now = self._clock.monotonic()
         self._journal = {request_id: record for request_id, record in self._journal.items() if record[0] > now}
         newest_first = sorted((entry for _, entry in self._journal.values()), key=lambda entry: -entry.updated_wall_s)
-        return newest_first[:limit]
+        return newest_first[: max(limit, 0)]

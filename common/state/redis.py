@@ -1,7 +1,7 @@
 """The state store on a Redis-compatible server (Redis 7 command set). Keys, all under the cluster's name, all with a TTL:
 
     {cluster}:worker:<id>      hash  incarnation, record (JSON), census (JSON)      TTL = heartbeat's
-    {cluster}:orders:<id>      hash  incarnation -> order of first publication      TTL 1 day
+    {cluster}:orders:<id>      zset  incarnation -> order of first publication      TTL 1 day, bounded
     {cluster}:workers          zset  worker id -> expiry (server's wall ms)          TTL 1 day
     {cluster}:epoch:<request>  counter                                              TTL 1 h
     {cluster}:journal:<request> hash epoch, final, entry (JSON)                     TTL given
@@ -14,27 +14,32 @@ of its own that a caller's cancellation does not reach: a connection whose reply
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import redis.asyncio
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
 from common import log
 from common.errors import StoreUnavailable
 from common.ids import RequestId, WorkerId
 from common.state import codec
-from common.state.store import EPOCH_TTL_S, FINAL_JOURNAL_STATES, JOURNAL_ENTRIES_MAX, JournalEntry
+from common.state.store import EPOCH_TTL_S, FINAL_JOURNAL_STATES, INCARNATIONS_MAX, JOURNAL_ENTRIES_MAX, JournalEntry
 from common.types import BlockCensus, WorkerInfo
 
 LOG = log.get_logger("store")
+T = TypeVar("T")
 DAY_MS = 86_400_000
+UNREADABLE_MAX = 1000
+"""So many unreadable values are remembered as said."""
 SCRIPTS = Path(__file__).parent / "scripts"
 COMMANDS_MAX = 256
-"""Commands under way at once; more wait for a place, inside their timeout."""
+"""Commands that may be under way or wait for a connection; more are refused at once."""
+CONNECTIONS_MAX = 32
 
 
 class RedisStateStore:
@@ -46,12 +51,15 @@ class RedisStateStore:
             url,
             socket_timeout=timeout_s,
             socket_connect_timeout=timeout_s,
-            max_connections=COMMANDS_MAX,
-            retry=Retry(NoBackoff(), 1),
+            max_connections=CONNECTIONS_MAX,
+            # One more try on a connection that the server closed (it restarted). A command may run twice by that: each is idempotent
+            # but INCR, where a skipped epoch does no harm. A timeout is never tried again: it would double the wait.
+            retry=Retry(NoBackoff(), 1, (RedisConnectionError,)),
             decode_responses=True,
         )
-        self._places = asyncio.Semaphore(32)
+        self._places = asyncio.Semaphore(CONNECTIONS_MAX)
         self._under_way: set[asyncio.Task[Any]] = set()
+        self._unreadable: set[str] = set()
         script = self._client.register_script
         self._publish_script = script((SCRIPTS / "publish_worker.lua").read_text())
         self._remove_script = script((SCRIPTS / "remove_worker.lua").read_text())
@@ -61,31 +69,23 @@ class RedisStateStore:
     def _key(self, *parts: str) -> str:
         return ":".join((self._prefix, *parts))
 
-    async def _call(self, work: Awaitable[Any]) -> Any:
-        """Runs one command to its end, whatever happens to the caller. Raises StoreUnavailable within about the timeout."""
+    async def _call(self, command: Callable[..., Awaitable[Any]], *args: Any, **kwargs: Any) -> Any:
+        """Runs one command to its end, whatever happens to the caller. Raises StoreUnavailable when the timeout is over."""
         if len(self._under_way) >= COMMANDS_MAX:
-            _close(work)
             raise StoreUnavailable(f"{len(self._under_way)} commands wait for the store already")
-        task: asyncio.Task[Any] = asyncio.create_task(self._bounded(work))
+        task: asyncio.Task[Any] = asyncio.create_task(self._bounded(command, args, kwargs))
         self._under_way.add(task)
         task.add_done_callback(self._forget)
         return await asyncio.shield(task)
 
-    async def _bounded(self, work: Awaitable[Any]) -> Any:
+    async def _bounded(self, command: Callable[..., Awaitable[Any]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            async with asyncio.timeout(self._timeout_s):
-                await self._places.acquire()
+            async with asyncio.timeout(self._timeout_s), self._places:
+                return await command(*args, **kwargs)
         except TimeoutError as error:
-            _close(work)
-            raise StoreUnavailable(f"the store did not take the command within {self._timeout_s} s") from error
-        try:
-            # The client's own socket timeout ends a hung read and drops that connection; this is only the outer bound.
-            async with asyncio.timeout(3 * self._timeout_s):
-                return await work
-        except (RedisError, OSError, TimeoutError) as error:
+            raise StoreUnavailable(f"the store did not answer within {self._timeout_s} s") from error
+        except (RedisError, OSError) as error:
             raise StoreUnavailable(f"the store failed: {type(error).__name__}: {error}") from error
-        finally:
-            self._places.release()
 
     def _forget(self, task: asyncio.Task[Any]) -> None:
         self._under_way.discard(task)
@@ -102,7 +102,7 @@ class RedisStateStore:
 
     async def ping(self) -> bool:
         try:
-            return bool(await self._call(self._client.ping()))
+            return bool(await self._call(self._client.ping))
         except StoreUnavailable:
             return False
 
@@ -115,43 +115,36 @@ class RedisStateStore:
             codec.encode_census(census),
             max(1, round(ttl_s * 1000)),
             DAY_MS,
+            INCARNATIONS_MAX,
         ]
-        return bool(await self._call(self._publish_script(keys=keys, args=arguments)))
+        return bool(await self._call(self._publish_script, keys=keys, args=arguments))
 
     async def remove_worker(self, worker_id: WorkerId, incarnation: str) -> None:
         keys = [self._key("worker", worker_id), self._key("workers")]
-        await self._call(self._remove_script(keys=keys, args=[worker_id, incarnation]))
+        await self._call(self._remove_script, keys=keys, args=[worker_id, incarnation])
 
     async def _worker_fields(self, field: str) -> list[tuple[WorkerId, str]]:
-        worker_ids = sorted(await self._call(self._client.zrange(self._key("workers"), 0, -1)))
+        worker_ids = sorted(await self._call(self._client.zrange, self._key("workers"), 0, -1))
         if not worker_ids:
             return []
         pipeline = self._client.pipeline(transaction=False)
         for worker_id in worker_ids:
             pipeline.hget(self._key("worker", worker_id), field)
-        values = await self._call(pipeline.execute())
+        values = await self._call(pipeline.execute)
         return [(WorkerId(worker_id), value) for worker_id, value in zip(worker_ids, values, strict=True) if value is not None]
 
     async def list_workers(self) -> list[WorkerInfo]:
-        workers = []
-        for worker_id, text in await self._worker_fields("record"):
-            try:
-                workers.append(codec.decode_worker(text))
-            except codec.UNREADABLE as error:
-                LOG.warn("worker_record_unreadable", worker=worker_id, error=str(error))
-        return workers
+        records = await self._worker_fields("record")
+        workers = [self._read(codec.decode_worker, text, f"worker:{worker_id}") for worker_id, text in records]
+        return [info for info in workers if info is not None]
 
     async def block_ownership(self) -> dict[WorkerId, BlockCensus]:
-        ownership = {}
-        for worker_id, text in await self._worker_fields("census"):
-            try:
-                ownership[worker_id] = codec.decode_census(text)
-            except codec.UNREADABLE as error:
-                LOG.warn("census_record_unreadable", worker=worker_id, error=str(error))
-        return ownership
+        records = await self._worker_fields("census")
+        ownership = {worker_id: self._read(codec.decode_census, text, f"census:{worker_id}") for worker_id, text in records}
+        return {worker_id: census for worker_id, census in ownership.items() if census is not None}
 
     async def next_epoch(self, request_id: RequestId) -> int:
-        return int(await self._call(self._epoch_script(keys=[self._key("epoch", request_id)], args=[EPOCH_TTL_S])))
+        return int(await self._call(self._epoch_script, keys=[self._key("epoch", request_id)], args=[EPOCH_TTL_S]))
 
     async def write_journal(self, entry: JournalEntry, ttl_s: float) -> bool:
         keys = [self._key("journal", entry.request_id), self._key("journal")]
@@ -164,31 +157,37 @@ class RedisStateStore:
             entry.updated_wall_s,
             JOURNAL_ENTRIES_MAX,
         ]
-        return bool(await self._call(self._journal_script(keys=keys, args=arguments)))
+        return bool(await self._call(self._journal_script, keys=keys, args=arguments))
 
     async def read_journal(self, request_id: RequestId) -> JournalEntry | None:
-        text = await self._call(self._client.hget(self._key("journal", request_id), "entry"))
-        return None if text is None else codec.decode_journal(text)
+        text = await self._call(self._client.hget, self._key("journal", request_id), "entry")
+        return None if text is None else self._read(codec.decode_journal, text, f"journal:{request_id}")
 
     async def list_journal(self, limit: int = 1000) -> list[JournalEntry]:
-        request_ids = await self._call(self._client.zrevrange(self._key("journal"), 0, limit - 1))
+        if limit <= 0:
+            return []
+        request_ids = await self._call(self._client.zrevrange, self._key("journal"), 0, limit - 1)
         if not request_ids:
             return []
         pipeline = self._client.pipeline(transaction=False)
         for request_id in request_ids:
             pipeline.hget(self._key("journal", request_id), "entry")
-        entries = []
-        for text in await self._call(pipeline.execute()):
-            if text is not None:
-                try:
-                    entries.append(codec.decode_journal(text))
-                except codec.UNREADABLE as error:
-                    LOG.warn("journal_record_unreadable", error=str(error))
-        return entries
+        texts = await self._call(pipeline.execute)
+        entries = [
+            self._read(codec.decode_journal, text, f"journal:{request_id}")
+            for request_id, text in zip(request_ids, texts, strict=True)
+            if text is not None
+        ]
+        return [entry for entry in entries if entry is not None]
 
-
-def _close(work: Awaitable[Any]) -> None:
-    """A command that was never started: closed, so that Python does not warn of a forgotten coroutine."""
-    close = getattr(work, "close", None)
-    if close is not None:
-        close()
+    def _read(self, decode: Callable[[str], T], text: str, name: str) -> T | None:
+        """The value, or None for one that this version cannot read; said once per value, for readers poll."""
+        try:
+            return decode(text)
+        except codec.UNREADABLE as error:
+            if name not in self._unreadable:
+                if len(self._unreadable) >= UNREADABLE_MAX:
+                    self._unreadable.clear()
+                self._unreadable.add(name)
+                LOG.warn("store_value_unreadable", value=name, error=f"{type(error).__name__}: {error}")
+            return None

@@ -84,5 +84,7 @@ class StateStore(Protocol):
 FINAL_JOURNAL_STATES = frozenset({"finished", "failed", "cancelled"})
 EPOCH_TTL_S = 3600
 """An epoch counter outlives every attempt of its request: longer than any request deadline."""
+INCARNATIONS_MAX = 1000
+"""So many lives of one worker id are remembered, to tell an older one from a newer one."""
 JOURNAL_ENTRIES_MAX = 10_000
 """The journal's index keeps this many entries; older ones drop out of listings before their TTL."""
