@@ -189,7 +189,9 @@ class Orchestrator:
             assert call.completion.finish_reason is not None
             state = "finished"
             usage = Usage(call.request.num_prompt_tokens, call.completion.num_tokens, call.timeline.num_cached_tokens)
-            call.output.end(Ended(call.completion.finish_reason, usage, call.timeline.public(call.request.request_id)))
+            token_ids = call.merge.tokens[: usage.num_completion_tokens]
+            shown = call.timeline.public(call.request.request_id) | {"token_ids": list(token_ids)}
+            call.output.end(Ended(call.completion.finish_reason, usage, shown))
         else:
             state = "cancelled" if isinstance(error, ClientCancelled) else "failed"
             call.output.end(Errored(error))
