@@ -63,7 +63,7 @@ def workers_table(workers: list[WorkerInfo]) -> Table:
             info.incarnation,
             str(info.pid),
             info.grpc_address,
-            f"{info.kv_scheme}://{info.kv_address}",
+            f"{info.kv_scheme}://{info.kv_address}" if info.kv_address else info.kv_scheme,
             info.dtype,
             str(load.num_running),
             str(load.num_waiting),

@@ -42,9 +42,7 @@ def timeline_rows(timeline: Mapping[str, Any], tokens_per_s: float) -> list[tupl
 
 
 def _moved(timeline: Mapping[str, Any], handoff: Mapping[str, Any]) -> str:
-    text = (
-        f"{byte_count(int(handoff.get('num_bytes') or 0))} in {handoff.get('num_frames')} frames over {timeline.get('transport')}"
-    )
+    text = f"{byte_count(int(handoff.get('num_bytes') or 0))} in {_counted(handoff.get('num_frames'), 'frame')} over {timeline.get('transport')}"
     stages = _mapping(handoff, "stages")
     if isinstance(stages.get("transfer"), int | float):
         text += f", transfer {milliseconds(stages['transfer'])}"
@@ -53,6 +51,10 @@ def _moved(timeline: Mapping[str, Any], handoff: Mapping[str, Any]) -> str:
     if handoff.get("num_cached_tokens"):
         text += f"; {handoff['num_cached_tokens']} tokens were there already"
     return text
+
+
+def _counted(count: object, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _mapping(parent: Mapping[str, Any], key: str) -> Mapping[str, Any]:

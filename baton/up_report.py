@@ -10,7 +10,6 @@ import shlex
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from baton.openai_stream import StreamFailed
@@ -28,10 +27,8 @@ async def show_self_check(console: Console, url: str, model: str, *, wants_hando
         url, model, lambda text: console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
     )
     console.print("\n")
-    table = Table.grid(padding=(0, 2))
     for label, value in timeline_rows(result.timeline, result.tokens_per_s):
-        table.add_row(Text(label, style="dim"), Text(value))
-    console.print(table)
+        console.print(Text.assemble((f"{label:<18}", "dim"), value), soft_wrap=True)
     if wants_handoff and not result.timeline.get("handoff"):
         mode, reason = result.timeline.get("mode"), result.timeline.get("placement_reason")
         raise StreamFailed("no handoff", f"the answer did not use a prefill and a decode worker (mode {mode}: {reason})")
