@@ -43,7 +43,8 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info and record.exc_info[0] is not None:
             entry["error"] = f"{record.exc_info[0].__name__}: {record.exc_info[1]}"
             entry["traceback"] = self.formatException(record.exc_info)
-        return json.dumps({key: _plain(value) for key, value in entry.items()}, ensure_ascii=False)
+        # ASCII: no character that some reader takes for a line break, and no lone surrogate that the stream cannot encode.
+        return json.dumps({key: _plain(value) for key, value in entry.items()}, ensure_ascii=True)
 
 
 def _plain(value: object) -> object:

@@ -38,8 +38,8 @@ def load_settings(
     """
     parser = _Parser(
         prog=prog,
-        description=_escape((cls.__doc__ or "").strip().partition("\n")[0]),
-        epilog=_escape(_secrets_help(cls, prefix)),
+        description=(cls.__doc__ or "").strip().partition("\n")[0],
+        epilog=_secrets_help(cls, prefix),
         allow_abbrev=False,
     )
     parser.add_argument("--config", type=Path, help="TOML file with further settings; flags and environment win over it")
@@ -112,12 +112,7 @@ def _help(name: str, field: FieldInfo, prefix: str) -> str:
     if not field.is_required():
         default = field.get_default(call_default_factory=True, validated_data={})
         text += f" (default: {str(default) if isinstance(default, Path) else default!r})"
-    return _escape(f"{text} [{prefix}{name.upper()}]")
-
-
-def _escape(text: str) -> str:
-    """argparse formats help texts with %."""
-    return text.replace("%", "%%")
+    return f"{text} [{prefix}{name.upper()}]".replace("%", "%%")  # argparse formats help texts with %
 
 
 def _secrets_help(cls: type[BaseModel], prefix: str) -> str:

@@ -1,0 +1,103 @@
+"""What a worker's scrape shows, through the method and through any server on its registry."""
+
+from __future__ import annotations
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from common.metrics import WorkerMetrics
+from common.types import BlockCensus, HandoffTimeline, WorkerLoad
+
+LABELS = {"role": "decode", "worker_id": "d0", "model": "tiny"}
+
+
+def samples(text: bytes) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text.decode())
+        for sample in family.samples
+    }
+
+
+def value(metrics: WorkerMetrics, name: str, **labels: str) -> float:
+    return samples(metrics.render())[name, tuple(sorted(labels.items()))]
+
+
+def make() -> WorkerMetrics:
+    return WorkerMetrics(**LABELS)
+
+
+def test_two_objects_share_nothing() -> None:
+    one, two = make(), make()
+    one.store_error()
+    assert value(one, "baton_store_errors_total") == 1
+    assert value(two, "baton_store_errors_total") == 0
+
+
+def test_gauges_show_the_moment_of_the_scrape_whoever_serves_the_registry() -> None:
+    metrics = make()
+    moment = {"running": 0}
+    metrics.on_scrape(lambda: metrics.update(WorkerLoad(num_running=moment["running"]), BlockCensus(8, 5, 1, 2), 0))
+    moment["running"] = 3
+    direct = samples(generate_latest(metrics.registry))
+    assert direct["baton_sequences_running", tuple(sorted(LABELS.items()))] == 3
+    moment["running"] = 0
+    assert value(metrics, "baton_sequences_running", **LABELS) == 0
+    blocks = {state: value(metrics, "baton_kv_blocks", **LABELS, state=state) for state in ("free", "cached", "held")}
+    assert blocks == {"free": 5, "cached": 1, "held": 2}
+
+
+def test_preemptions_are_a_counter_that_scraping_threads_do_not_count_twice() -> None:
+    metrics = make()
+    metrics.on_scrape(lambda: metrics.update(WorkerLoad(), BlockCensus(8, 8, 0, 0), 5))
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: metrics.render(), range(40)))
+    assert value(metrics, "baton_preemptions_total", **LABELS) == 5
+
+
+def test_a_handoff_counts_bytes_frames_and_its_three_times() -> None:
+    metrics = make()
+    timeline = HandoffTimeline(
+        last_announced_s=10.0,
+        first_decode_s=10.25,
+        num_frames=3,
+        num_bytes=4096,
+        transfer_s=0.5,
+        scatter_s=0.125,
+        transport="ucx",
+    )
+    metrics.handoff_received(timeline)
+    assert value(metrics, "baton_handoff_bytes_total", transport="ucx") == 4096
+    assert value(metrics, "baton_handoff_frames_total", transport="ucx") == 3
+    assert value(metrics, "baton_handoff_transfer_seconds_sum") == 0.5
+    assert value(metrics, "baton_handoff_scatter_seconds_sum") == 0.125
+    assert value(metrics, "baton_handoff_handover_seconds_sum") == 0.25
+
+
+def test_a_handoff_without_a_decode_step_has_no_handover_time() -> None:
+    metrics = make()
+    metrics.handoff_received(HandoffTimeline(last_announced_s=10.0, transport="tcp"))
+    assert value(metrics, "baton_handoff_handover_seconds_count") == 0
+    assert value(metrics, "baton_handoff_transfer_seconds_count") == 1
+
+
+def test_ends_errors_and_fabric_counts_carry_their_labels() -> None:
+    metrics = make()
+    metrics.attempt_ended("failed", "KVCorrupt")
+    metrics.protocol_error("command")
+    metrics.unauthenticated()
+    metrics.fabric_count("bytes_sent", 100)
+    metrics.fabric_count("bytes_sent", 28)
+    assert value(metrics, "baton_attempts_total", reason="failed", kind="KVCorrupt") == 1
+    assert value(metrics, "baton_protocol_errors_total", place="command") == 1
+    assert value(metrics, "baton_calls_unauthenticated_total") == 1
+    assert value(metrics, "baton_fabric_total", count="bytes_sent") == 128
+
+
+def test_every_name_is_ours_or_the_process_collectors() -> None:
+    names = {name for name, _ in samples(make().render())}
+    assert [name for name in names if not re.match(r"baton_|process_", name)] == []
+    assert "process_resident_memory_bytes" in names
