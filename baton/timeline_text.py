@@ -42,7 +42,8 @@ def timeline_rows(timeline: Mapping[str, Any], tokens_per_s: float) -> list[tupl
 
 
 def _moved(timeline: Mapping[str, Any], handoff: Mapping[str, Any]) -> str:
-    text = f"{byte_count(int(handoff.get('num_bytes') or 0))} in {_counted(handoff.get('num_frames'), 'frame')} over {timeline.get('transport')}"
+    size, frames = byte_count(int(handoff.get("num_bytes") or 0)), _counted(handoff.get("num_frames"), "frame")
+    text = f"{size} in {frames} over {timeline.get('transport')}"
     stages = _mapping(handoff, "stages")
     if isinstance(stages.get("transfer"), int | float):
         text += f", transfer {milliseconds(stages['transfer'])}"
