@@ -56,7 +56,7 @@ _SIGNATURES: dict[str, tuple[list[Any], Any]] = {
     "baton_linear": ([_I, _P, _P, _P, _P, _N, _N, _N, _I], None),
     "baton_embedding": ([_N, _P, _P, _P, _N, _N], c_int64),
     "baton_rms_norm": ([_I, _P, _P, _P, c_float, _P, _P, _N, _N, _I], None),
-    "baton_rope": ([_I, _P, _P, _P, _N, _N, _N, _N, _I], None),
+    "baton_rope": ([_I, _P, _P, _P, _P, _N, _N, _N, _N, _N, _I], None),
     "baton_silu_mul": ([_I, _P, _P, _N, _N, _I], None),
     "baton_kv_write": ([_I, _P, _P, POINTER(_Cache), _P, _N], c_int64),
     "baton_attention": ([_I, _P, POINTER(_Cache), POINTER(_Batch), _N, c_float, _N, _P, _I], c_int64),
@@ -154,10 +154,20 @@ class NativeOps:
 
     def rope_(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         checks.check_rope(q, k, cos, sin)
-        kind, cos_at, sin_at = _kind("q", q), _pointer(cos), _pointer(sin)
-        half, threads = cos.shape[1], torch.get_num_threads()
-        for heads in (q, k):
-            self._c["baton_rope"](kind, _pointer(heads), cos_at, sin_at, *heads.shape, half, threads)
+        num_tokens, num_heads, head_dim = q.shape
+        self._c["baton_rope"](
+            _kind("q", q),
+            q.data_ptr(),
+            _pointer(k),
+            _pointer(cos),
+            _pointer(sin),
+            num_tokens,
+            num_heads,
+            k.shape[1],
+            head_dim,
+            cos.shape[1],
+            torch.get_num_threads(),
+        )
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         checks.check_gate_up(gate_up)
@@ -215,13 +225,13 @@ class NativeOps:
 def _kind(what: str, tensor: torch.Tensor) -> int:
     """0 for fp32, 1 for bf16; refuses every other dtype and device."""
     kind = _IS_BF16.get(tensor.dtype)
-    if kind is None or tensor.device.type != "cpu":
+    if kind is None or not tensor.is_cpu:
         raise ValueError(f"{what} must be float32 or bfloat16 on the cpu, got {tensor.dtype} on {tensor.device}")
     return kind
 
 
 def _pointer(tensor: torch.Tensor) -> int:
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)} lies on {tensor.device}, native kernels need the cpu")
     return tensor.data_ptr()
 

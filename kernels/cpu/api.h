@@ -34,8 +34,8 @@ BATON_API void baton_linear(int is_bf16, const void* x, const void* packed, cons
 BATON_API int64_t baton_embedding(int64_t row_bytes, const int64_t* ids, const void* table, void* out, int64_t t, int64_t v);
 BATON_API void baton_rms_norm(int is_bf16, const void* x, const void* residual, const void* weight, float eps, void* out, void* total,
                               int64_t rows, int64_t width, int threads);
-BATON_API void baton_rope(int is_bf16, void* x, const float* cos, const float* sin, int64_t t, int64_t heads, int64_t head_dim,
-                          int64_t half, int threads);
+BATON_API void baton_rope(int is_bf16, void* q, void* k, const float* cos, const float* sin, int64_t t, int64_t q_heads, int64_t k_heads,
+                          int64_t head_dim, int64_t half, int threads);
 BATON_API void baton_silu_mul(int is_bf16, const void* gate_up, void* out, int64_t t, int64_t width, int threads);
 BATON_API int64_t baton_kv_write(int is_bf16, const void* k, const void* v, const BatonCache* cache, const int64_t* slots, int64_t t);
 BATON_API int64_t baton_attention(int is_bf16, const void* q, const BatonCache* cache, const BatonBatch* batch, int64_t num_heads,

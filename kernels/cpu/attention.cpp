@@ -18,6 +18,7 @@ namespace {
 constexpr int64_t kTileKeys = 32;
 constexpr int64_t kChunkKeys = 512;
 constexpr int64_t kTileRows = 48;  // rows (query, head) that share a pass over the keys: their state stays in L1/L2
+constexpr int64_t kDirectRows = 6;  // up to so many rows bf16 is widened in registers, again for each group of 3
 constexpr int64_t kSpreadFloatsMax = 4 << 20;  // 16 MiB of partial states
 constexpr int64_t kParallelProducts = 1 << 17;  // less work than this is done before another thread has woken up
 const float kMinusInf = -std::numeric_limits<float>::infinity();
@@ -35,12 +36,16 @@ struct State {
 };
 
 // One thread's working memory.
+template <typename T>
 struct Scratch {
   std::vector<float> queries, scores, keys, values, chunk, running;
-  std::vector<const float*> key_rows, value_rows;
+  const T *key_rows[kTileKeys], *value_rows[kTileKeys];              // where the rows of the tile lie in the cache
+  const float *wide_key_rows[kTileKeys], *wide_value_rows[kTileKeys];  // the same rows widened in `keys` and `values`
   Scratch(int64_t rows, int64_t width)
       : queries(rows * width), scores(rows * kTileKeys), keys(kTileKeys * width), values(kTileKeys * width),
-        chunk(State::floats(rows, width)), running(State::floats(rows, width)), key_rows(kTileKeys), value_rows(kTileKeys) {}
+        chunk(State::floats(rows, width)), running(State::floats(rows, width)) {
+    for (int64_t j = 0; j < kTileKeys; ++j) wide_key_rows[j] = keys.data() + j * width, wide_value_rows[j] = values.data() + j * width;
+  }
 };
 
 // Queries [first, last) of one sequence against one KV head. Row r = (query r / group, head r % group).
@@ -75,10 +80,12 @@ struct Attention {
     return key;
   }
 
+  // (Extents are copied to locals in the inner loops: vector stores may alias anything, members would be read again.)
   void load_row(const T* from, float* to) const {
+    const int64_t head_dim = cache.head_dim;
     int64_t d = 0;
-    for (; d + 8 <= cache.head_dim; d += 8) store8(to + d, load8(from + d));
-    for (; d < width; ++d) to[d] = d < cache.head_dim ? widen(from[d]) : 0.0f;
+    for (; d + 8 <= head_dim; d += 8) store8(to + d, load8(from + d));
+    for (; d < width; ++d) to[d] = d < head_dim ? widen(from[d]) : 0.0f;
   }
 
   void load_queries(const Item& item, float* to) const {
@@ -86,74 +93,95 @@ struct Attention {
       load_row(q + ((item.first + r / group) * num_heads + item.kv_head * group + r % group) * cache.head_dim, to + r * width);
   }
 
-  // fp32 rows of whole vectors are read where they lie, others are widened or padded into scratch.
-  const float* row_of(const float* from, float* to) const {
-    if (width == cache.head_dim) return from;
-    load_row(from, to);
-    return to;
-  }
-  const float* row_of(const bf16* from, float* to) const {
-    load_row(from, to);
-    return to;
+  // Rows of whole vectors are used where they lie; bf16 rows that many queries share are widened once for all of them.
+  bool uses_rows_in_place(int64_t rows) const {
+    return width == cache.head_dim && (sizeof(T) == sizeof(float) || rows <= kDirectRows);
   }
 
-  void load_keys(const Item& item, int64_t begin, int64_t end, Scratch& s) const {
+  const T* row_at(const Item& item, int64_t key) const {
     const int64_t plane = cache.num_kv_heads * cache.block_size * cache.head_dim;
-    const int32_t* table = batch.block_tables + item.sequence * batch.blocks_max;
+    const int64_t block = batch.block_tables[item.sequence * batch.blocks_max + key / cache.block_size];
+    return static_cast<const T*>(cache.data) + (block * cache.num_layers + cache.layer) * 2 * plane +
+           (item.kv_head * cache.block_size + key % cache.block_size) * cache.head_dim;
+  }
+
+  void find_rows(const Item& item, int64_t begin, int64_t end, Scratch<T>& s) const {
+    const int64_t head_dim = cache.head_dim, plane = cache.num_kv_heads * cache.block_size * head_dim;
     for (int64_t key = begin; key < end;) {
-      const int64_t block = key / cache.block_size, offset = key % cache.block_size;
-      const int64_t count = std::min(cache.block_size - offset, end - key);
-      const T* k = static_cast<const T*>(cache.data) + (table[block] * cache.num_layers + cache.layer) * 2 * plane +
-                   (item.kv_head * cache.block_size + offset) * cache.head_dim;
-      for (int64_t i = 0; i < count; ++i, ++key, k += cache.head_dim) {
-        const int64_t j = key - begin;
-        s.key_rows[j] = row_of(k, s.keys.data() + j * width);
-        s.value_rows[j] = row_of(k + plane, s.values.data() + j * width);
-      }
+      const T* k = row_at(item, key);
+      const int64_t stop = std::min(end, (key / cache.block_size + 1) * cache.block_size);
+      for (; key < stop; ++key, k += head_dim) s.key_rows[key - begin] = k, s.value_rows[key - begin] = k + plane;
     }
     for (int64_t j = end - begin; j % 4; ++j) s.key_rows[j] = s.key_rows[end - begin - 1];  // whole groups; masked later
   }
 
-  template <int R>
-  void score_rows(const float* queries, const float* const* keys, int64_t num_keys, float* scores) const {
+  // Blocks lie anywhere, so the hardware cannot guess the next ones: asks for the rows of a later tile ahead of their use.
+  void prefetch_rows(const Item& item, int64_t begin, int64_t end) const {
+    const int64_t head_dim = cache.head_dim, plane = cache.num_kv_heads * cache.block_size * head_dim;
+    for (int64_t key = begin; key < end;) {
+      const T* k = row_at(item, key);
+      const int64_t stop = std::min(end, (key / cache.block_size + 1) * cache.block_size);
+      const int64_t num_bytes = (stop - key) * head_dim * int64_t(sizeof(T));
+      for (int64_t offset = 0; offset < num_bytes; offset += 64) {
+        prefetch(reinterpret_cast<const char*>(k) + offset);
+        prefetch(reinterpret_cast<const char*>(k + plane) + offset);
+      }
+      key = stop;
+    }
+  }
+
+  void widen_rows(int64_t num_keys, Scratch<T>& s) const {
+    const int64_t padded = (num_keys + 3) / 4 * 4;
+    for (int64_t j = 0; j < padded; ++j) load_row(s.key_rows[j], s.keys.data() + j * width);
+    for (int64_t j = 0; j < num_keys; ++j) load_row(s.value_rows[j], s.values.data() + j * width);
+  }
+
+  template <int R, typename K>
+  static void score_rows(const float* queries, const K* const* keys, int64_t num_keys, float* scores, const int64_t width) {
     for (int64_t j = 0; j < num_keys; j += 4) {
-      F8 acc[R][4];
+      F8 acc[R][4];  // 12 sums, 3 queries and a key: 16 registers
       for (int r = 0; r < R; ++r)
         for (int i = 0; i < 4; ++i) acc[r][i] = zero8();
+      const K *k0 = keys[j], *k1 = keys[j + 1], *k2 = keys[j + 2], *k3 = keys[j + 3];
       for (int64_t d = 0; d < width; d += 8) {
-        F8 key[4];
-        for (int i = 0; i < 4; ++i) key[i] = load8(keys[j + i] + d);
-        for (int r = 0; r < R; ++r) {
-          F8 query = load8(queries + r * width + d);
-          for (int i = 0; i < 4; ++i) acc[r][i] = fma8(query, key[i], acc[r][i]);
-        }
+        F8 query[R];
+        for (int r = 0; r < R; ++r) query[r] = load8(queries + r * width + d);
+        F8 key = load8(k0 + d);
+        for (int r = 0; r < R; ++r) acc[r][0] = fma8(query[r], key, acc[r][0]);
+        key = load8(k1 + d);
+        for (int r = 0; r < R; ++r) acc[r][1] = fma8(query[r], key, acc[r][1]);
+        key = load8(k2 + d);
+        for (int r = 0; r < R; ++r) acc[r][2] = fma8(query[r], key, acc[r][2]);
+        key = load8(k3 + d);
+        for (int r = 0; r < R; ++r) acc[r][3] = fma8(query[r], key, acc[r][3]);
       }
       for (int r = 0; r < R; ++r) sum8x4(acc[r][0], acc[r][1], acc[r][2], acc[r][3], scores + r * kTileKeys + j);
     }
   }
 
-  template <int R, int V>
-  void add_values(const float* weights, const float* const* values, int64_t num_keys, float* to, int64_t d) const {
+  template <int R, int V, typename K>
+  static void add_values(const float* weights, const K* const* values, int64_t num_keys, float* to, int64_t d, const int64_t width) {
     F8 acc[R][V];
     for (int r = 0; r < R; ++r)
       for (int v = 0; v < V; ++v) acc[r][v] = load8(to + r * width + d + 8 * v);
     for (int64_t j = 0; j < num_keys; ++j) {
-      F8 value[V];
-      for (int v = 0; v < V; ++v) value[v] = load8(values[j] + d + 8 * v);
-      for (int r = 0; r < R; ++r) {
-        F8 weight = splat(weights[r * kTileKeys + j]);
-        for (int v = 0; v < V; ++v) acc[r][v] = fma8(weight, value[v], acc[r][v]);
+      F8 weight[R];
+      for (int r = 0; r < R; ++r) weight[r] = splat(weights[r * kTileKeys + j]);
+      const K* row = values[j] + d;
+      for (int v = 0; v < V; ++v) {
+        const F8 value = load8(row + 8 * v);
+        for (int r = 0; r < R; ++r) acc[r][v] = fma8(weight[r], value, acc[r][v]);
       }
     }
     for (int r = 0; r < R; ++r)
       for (int v = 0; v < V; ++v) store8(to + r * width + d + 8 * v, acc[r][v]);
   }
 
-  template <int R>
-  void add_rows(const float* weights, const float* const* values, int64_t num_keys, float* to) const {
+  template <int R, typename K>
+  static void add_rows(const float* weights, const K* const* values, int64_t num_keys, float* to, const int64_t width) {
     int64_t d = 0;
-    for (; d + 32 <= width; d += 32) add_values<R, 4>(weights, values, num_keys, to, d);
-    for (; d < width; d += 8) add_values<R, 1>(weights, values, num_keys, to, d);
+    for (; d + 32 <= width; d += 32) add_values<R, 4, K>(weights, values, num_keys, to, d, width);
+    for (; d < width; d += 8) add_values<R, 1, K>(weights, values, num_keys, to, d, width);
   }
 
   // Scores of one row become weights; the row's state is rescaled to the new maximum. `low`, `high`: its visible keys here.
@@ -188,27 +216,41 @@ struct Attention {
   }
 
   // All visible keys of one chunk into `state`, which starts empty.
-  void run_chunk(const Item& item, int64_t chunk, const float* queries, Scratch& s, State state) const {
+  void run_chunk(const Item& item, int64_t chunk, const float* queries, Scratch<T>& s, State state) const {
     const int64_t rows = rows_of(item);
     state.clear(rows, width);
     const int64_t end = std::min(last_key(item), (chunk + 1) * kChunkKeys);
+    const bool in_place = uses_rows_in_place(rows);
     int64_t tile = std::max(first_key(item) / kTileKeys * kTileKeys, chunk * kChunkKeys);
     for (; tile < end; tile += kTileKeys) {
       const int64_t num_keys = std::min(kTileKeys, end - tile);
-      load_keys(item, tile, tile + num_keys, s);
-      float* scores = s.scores.data();
-      by_rows(rows, [&](auto count, int64_t r) {
-        score_rows<decltype(count)::value>(queries + r * width, s.key_rows.data(), num_keys, scores + r * kTileKeys);
-      });
-      for (int64_t r = 0; r < rows; ++r) {
-        const int64_t query = item.first + r / group;
-        const int64_t low = std::max<int64_t>(0, key_begin(query) - tile), high = std::min(num_keys, key_end(query) - tile);
-        soften(scores + r * kTileKeys, low, high, state.peak[r], state.total[r], state.out + r * width);
+      find_rows(item, tile, tile + num_keys, s);
+      if (rows <= kDirectRows && sizeof(T) == 2)  // (an fp32 tile more would push this one out of L1)
+        prefetch_rows(item, tile + num_keys, std::min(tile + num_keys + kTileKeys, end));
+      if (in_place) {
+        run_tile(item, tile, num_keys, s.key_rows, s.value_rows, queries, s.scores.data(), state);
+      } else {
+        widen_rows(num_keys, s);
+        run_tile(item, tile, num_keys, s.wide_key_rows, s.wide_value_rows, queries, s.scores.data(), state);
       }
-      by_rows(rows, [&](auto count, int64_t r) {
-        add_rows<decltype(count)::value>(scores + r * kTileKeys, s.value_rows.data(), num_keys, state.out + r * width);
-      });
     }
+  }
+
+  template <typename K>
+  void run_tile(const Item& item, int64_t tile, int64_t num_keys, const K* const* keys, const K* const* values, const float* queries,
+                float* scores, State state) const {
+    const int64_t rows = rows_of(item);
+    by_rows(rows, [&](auto count, int64_t r) {
+      score_rows<decltype(count)::value>(queries + r * width, keys, num_keys, scores + r * kTileKeys, width);
+    });
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t query = item.first + r / group;
+      const int64_t low = std::max<int64_t>(0, key_begin(query) - tile), high = std::min(num_keys, key_end(query) - tile);
+      soften(scores + r * kTileKeys, low, high, state.peak[r], state.total[r], state.out + r * width);
+    }
+    by_rows(rows, [&](auto count, int64_t r) {
+      add_rows<decltype(count)::value>(scores + r * kTileKeys, values, num_keys, state.out + r * width, width);
+    });
   }
 
   template <int R>
@@ -286,7 +328,7 @@ struct Attention {
     };
 #pragma omp parallel num_threads(threads)
     {
-      Scratch s(rows_max, width);
+      Scratch<T> s(rows_max, width);
       if (is_spread) {
 #pragma omp for schedule(dynamic, 1)
         for (int64_t p = 0; p < num_chunks; ++p) {

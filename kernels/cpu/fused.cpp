@@ -44,25 +44,30 @@ void rms_norm(const T* x, const T* residual, const T* weight, float eps, T* out,
 }
 
 template <typename T>
-void rope(T* x, const float* cos, const float* sin, int64_t t, int64_t heads, int64_t head_dim, int64_t half, int threads) {
-#pragma omp parallel for num_threads(threads_for(t * heads * half, threads)) schedule(static)
-  for (int64_t row = 0; row < t; ++row) {
-    const float *c = cos + row * half, *s = sin + row * half;
-    for (int64_t h = 0; h < heads; ++h) {
-      T* first = x + (row * heads + h) * head_dim;
-      T* second = first + half;
-      int64_t i = 0;
-      for (; i + 8 <= half; i += 8) {
-        F8 a = load8(first + i), b = load8(second + i), ci = load8(c + i), si = load8(s + i);
-        store8(first + i, sub8(mul8(a, ci), mul8(b, si)));
-        store8(second + i, add8(mul8(b, ci), mul8(a, si)));
-      }
-      for (; i < half; ++i) {
-        const float a = widen(first[i]), b = widen(second[i]);
-        first[i] = narrow<T>(a * c[i] - b * s[i]);
-        second[i] = narrow<T>(b * c[i] + a * s[i]);
-      }
+void rotate_heads(T* first, const float* c, const float* s, int64_t heads, int64_t head_dim, int64_t half) {
+  for (int64_t h = 0; h < heads; ++h, first += head_dim) {
+    T* second = first + half;
+    int64_t i = 0;
+    for (; i + 8 <= half; i += 8) {
+      F8 a = load8(first + i), b = load8(second + i), ci = load8(c + i), si = load8(s + i);
+      store8(first + i, sub8(mul8(a, ci), mul8(b, si)));
+      store8(second + i, add8(mul8(b, ci), mul8(a, si)));
     }
+    for (; i < half; ++i) {
+      const float a = widen(first[i]), b = widen(second[i]);
+      first[i] = narrow<T>(a * c[i] - b * s[i]);
+      second[i] = narrow<T>(b * c[i] + a * s[i]);
+    }
+  }
+}
+
+template <typename T>
+void rope(T* q, T* k, const float* cos, const float* sin, int64_t t, int64_t q_heads, int64_t k_heads, int64_t head_dim, int64_t half,
+          int threads) {
+#pragma omp parallel for num_threads(threads_for(t * (q_heads + k_heads) * half, threads)) schedule(static)
+  for (int64_t row = 0; row < t; ++row) {
+    rotate_heads(q + row * q_heads * head_dim, cos + row * half, sin + row * half, q_heads, head_dim, half);
+    rotate_heads(k + row * k_heads * head_dim, cos + row * half, sin + row * half, k_heads, head_dim, half);
   }
 }
 
@@ -112,12 +117,12 @@ void baton_rms_norm(int is_bf16, const void* x, const void* residual, const void
              static_cast<float*>(out), static_cast<float*>(total), rows, width, threads);
 }
 
-void baton_rope(int is_bf16, void* x, const float* cos, const float* sin, int64_t t, int64_t heads, int64_t head_dim, int64_t half,
-                int threads) {
+void baton_rope(int is_bf16, void* q, void* k, const float* cos, const float* sin, int64_t t, int64_t q_heads, int64_t k_heads,
+                int64_t head_dim, int64_t half, int threads) {
   if (is_bf16)
-    rope(static_cast<bf16*>(x), cos, sin, t, heads, head_dim, half, threads);
+    rope(static_cast<bf16*>(q), static_cast<bf16*>(k), cos, sin, t, q_heads, k_heads, head_dim, half, threads);
   else
-    rope(static_cast<float*>(x), cos, sin, t, heads, head_dim, half, threads);
+    rope(static_cast<float*>(q), static_cast<float*>(k), cos, sin, t, q_heads, k_heads, head_dim, half, threads);
 }
 
 void baton_silu_mul(int is_bf16, const void* gate_up, void* out, int64_t t, int64_t width, int threads) {
