@@ -6,6 +6,7 @@ The expected values come from fp64 arithmetic or from the reference run in fp32;
 
 from __future__ import annotations
 
+import functools
 import random
 
 import pytest
@@ -205,13 +206,21 @@ def test_attention(
     block_size: int,
     window: int | None,
 ) -> None:
+    q, cache, meta, expected = attention_case(dtype, batch, num_heads, num_kv_heads, head_dim, block_size, window)
+    assert_close(ops.attention(q, cache, 1, meta, head_dim**-0.5, window), expected)
+
+
+@functools.cache
+def attention_case(
+    dtype: torch.dtype, batch: str, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, window: int | None
+) -> tuple[torch.Tensor, torch.Tensor, AttentionMeta, torch.Tensor]:
+    """Inputs and the expected output of one case; computed once for all implementations (the slow part of this suite)."""
     query_lens, past_lens = ATTENTION_BATCHES[batch]
     num_blocks = sum(-(-(q + p) // block_size) for q, p in zip(query_lens, past_lens, strict=True)) + 3
     meta = make_meta(random.Random(7), query_lens, past_lens, block_size, num_blocks)
     cache = rand(num_blocks, 2, 2, num_kv_heads, block_size, head_dim, dtype=dtype)
     q = rand(meta.num_tokens, num_heads, head_dim, dtype=dtype, seed=1)
-    expected = plain_attention(q, cache, 1, meta, head_dim**-0.5, window)
-    assert_close(ops.attention(q, cache, 1, meta, head_dim**-0.5, window), expected)
+    return q, cache, meta, plain_attention(q, cache, 1, meta, head_dim**-0.5, window)
 
 
 def plain_attention(
