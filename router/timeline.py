@@ -75,6 +75,19 @@ class RequestTimeline:
         stages = {name: end - start for name, start, end in marks if start and end}
         return {**stages, "transfer": h.transfer_s, "scatter": h.scatter_s}
 
+    @property
+    def handover_s(self) -> float | None:
+        """From prefill's last computed chunk to the commit on decode, where the sequence joins the next step.
+
+        The one difference taken between two workers' clocks: exact when both run on one host (CLOCK_MONOTONIC is the host's). On two hosts
+        it means nothing, so it is left out when it is negative or longer than the request.
+        """
+        h, prefill = self.handoff, self.first_prefill
+        if h is None or prefill is None or not h.committed_s or not prefill.computed_s:
+            return None
+        handover_s = h.committed_s - prefill.computed_s
+        return handover_s if 0.0 <= handover_s <= (self.ended_s or self.first_out_s) - self.received_s else None
+
     def public(self, request_id: str) -> dict[str, Any]:
         """The opt-in `baton` object: stages in seconds, what moved, by which transport, between which workers."""
         placement = self.placement
@@ -98,6 +111,7 @@ class RequestTimeline:
                 "num_blocks": h.num_blocks,
                 "num_frames": h.num_frames,
                 "num_cached_tokens": h.num_cached_tokens,
+                "handover_s": _rounded(self.handover_s),
             },
             "prefill": None
             if self.first_prefill is None
