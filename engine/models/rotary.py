@@ -22,10 +22,6 @@ class RotaryTable:
     cos: torch.Tensor
     sin: torch.Tensor
 
-    @property
-    def num_positions(self) -> int:
-        return self.cos.shape[0]
-
 
 def build_rotary_table(spec: ModelSpec, num_positions: int, device: torch.device) -> RotaryTable:
     """The table for positions [0, num_positions).
