@@ -33,30 +33,24 @@ from kvtransfer.counters import (
 from kvtransfer.data_plane import DataPlane
 from kvtransfer.dialler import LinkDialler
 from kvtransfer.frame_mover import FrameMover, Place
-from kvtransfer.handoff import (
-    Commit,
-    Failure,
-    Fault,
-    Fetch,
-    FetchStarted,
-    Forget,
-    FrameDropped,
-    FrameFailed,
-    FrameStored,
-    LeaseLapsed,
-    LinkLost,
-    LocalAbort,
-    ReadSettled,
-    ReceiverHandoff,
-    ReceiverState,
-    ReleaseReservation,
-    Send,
-    step_receiver,
-)
+from kvtransfer.handoff import Failure, Fault, Forget, LeaseLapsed, LinkLost, LocalAbort, Send
 from kvtransfer.layout import KVLayout
 from kvtransfer.lease import LeaseTable
 from kvtransfer.link import Link, LinkIdentity
 from kvtransfer.messages import RENEWALS_MAX, Abort, Announce, Closing, Message, Open, Refuse, Renew, Settled
+from kvtransfer.receiver_handoff import (
+    Commit,
+    Fetch,
+    FetchStarted,
+    FrameDropped,
+    FrameFailed,
+    FrameStored,
+    ReadSettled,
+    ReceiverHandoff,
+    ReceiverState,
+    ReleaseReservation,
+    step_receiver,
+)
 from kvtransfer.remembered import Remembered
 from kvtransfer.settings import FabricSettings
 from kvtransfer.staging import Slab, SlabCensus, SlabPool

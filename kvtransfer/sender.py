@@ -33,35 +33,29 @@ from kvtransfer.counters import (
     ignore_counts,
 )
 from kvtransfer.data_plane import DataPlane
-from kvtransfer.handoff import (
-    AwaitSettled,
-    BlocksFinal,
-    CloseRequested,
-    Ended,
-    Failure,
-    Fault,
-    Forget,
-    Gather,
-    Gathered,
-    GatherFailed,
-    LeaseLapsed,
-    LinkLost,
-    LocalAbort,
-    ReleaseBlocks,
-    ReturnSlab,
-    Send,
-    SenderHandoff,
-    SenderState,
-    SenderStep,
-    SlabGranted,
-    step_sender,
-)
+from kvtransfer.handoff import Failure, Fault, Forget, LeaseLapsed, LinkLost, LocalAbort, Send
 from kvtransfer.layout import KVLayout
 from kvtransfer.lease import LeaseTable
 from kvtransfer.link import Link, LinkIdentity
 from kvtransfer.listener import LinkListener
 from kvtransfer.messages import RENEWALS_MAX, Abort, Ack, Announce, Committed, Message, Open, Refuse, Renew, Settled
 from kvtransfer.remembered import Remembered
+from kvtransfer.sender_handoff import (
+    AwaitSettled,
+    BlocksFinal,
+    CloseRequested,
+    Ended,
+    Gather,
+    Gathered,
+    GatherFailed,
+    ReleaseBlocks,
+    ReturnSlab,
+    SenderHandoff,
+    SenderState,
+    SenderStep,
+    SlabGranted,
+    step_sender,
+)
 from kvtransfer.settings import FabricSettings
 from kvtransfer.staging import Slab, SlabCensus, SlabPool
 from kvtransfer.tasks import OnFatal, TaskSet, report_to_loop

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from common.errors import BatonError, DeadlineExceeded, HandoffFailed, KVCorrupt, LeaseExpired, StaleEpoch
-from kvtransfer.handoff import Ended
+from kvtransfer.sender_handoff import Ended
 from tests.unit.kvtransfer.fabric_pair import LAYOUT, QUICK, Pair, fabric_pair, until
 
 SCHEMES = ["inproc", "tcp"]

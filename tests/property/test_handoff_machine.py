@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvtransfer import handoff as hf
+from kvtransfer import receiver_handoff as rh
+from kvtransfer import sender_handoff as sh
 from kvtransfer.messages import Abort, Ack, Announce, Closing, Committed, Open, Refuse, Settled
 
 POISON = "poison"
@@ -29,8 +31,8 @@ class HandoffPair(RuleBasedStateMachine):
     def begin(self, num_blocks: int, first: int, per_frame: int, num_slabs: int) -> None:
         first = min(first, num_blocks)
         self.num_blocks, self.first, self.per_frame = num_blocks, first, per_frame
-        self.p = hf.SenderHandoff("h", EPOCH, num_blocks * 4, num_blocks)
-        self.d = hf.ReceiverHandoff("h", EPOCH, first, num_blocks, 10, 10 * per_frame, 1000)
+        self.p = sh.SenderHandoff("h", EPOCH, num_blocks * 4, num_blocks)
+        self.d = rh.ReceiverHandoff("h", EPOCH, first, num_blocks, 10, 10 * per_frame, 1000)
         self.to_p: list[Any] = [Open("h", EPOCH, num_blocks * 4, first)]
         self.to_d: list[Any] = []
         self.p_blocks: dict[int, Any] = {}
@@ -38,12 +40,12 @@ class HandoffPair(RuleBasedStateMachine):
         self.slabs: list[Any] = [POISON] * num_slabs
         self.free_slabs = list(range(num_slabs))
         self.slab_of_frame: dict[int, int] = {}
-        self.gathers: list[hf.Gather] = []
+        self.gathers: list[sh.Gather] = []
         self.queue: list[Announce] = []
         self.reads: dict[int, Announce] = {}
         self.settling_reads: set[int] = set()
         self.num_releases = 0
-        self.ended_p: hf.Ended | None = None
+        self.ended_p: sh.Ended | None = None
         self.num_ends_of_d = 0
         self.committed = False
         self.p_forgotten = self.d_forgotten = False
@@ -53,8 +55,8 @@ class HandoffPair(RuleBasedStateMachine):
 
     # ---- the shells ------------------------------------------------------------------------------------------------
 
-    def step_p(self, event: Any) -> hf.Step[hf.SenderHandoff]:
-        step = hf.step_sender(self.p, event)
+    def step_p(self, event: Any) -> hf.Step[sh.SenderHandoff]:
+        step = sh.step_sender(self.p, event)
         if step.fault is not None:
             assert step.record is self.p and not step.instructions, "a fault changes nothing"
         self.p = step.record
@@ -62,24 +64,24 @@ class HandoffPair(RuleBasedStateMachine):
             assert not self.p_forgotten, f"{i} after Forget"
             if isinstance(i, hf.Send):
                 self.to_d += [i.message] if self.link_up else []
-            elif isinstance(i, hf.ReturnSlab):
+            elif isinstance(i, sh.ReturnSlab):
                 slab = self.slab_of_frame.pop(i.frame_index)
                 self.slabs[slab] = POISON
                 self.free_slabs.append(slab)
-            elif isinstance(i, hf.ReleaseBlocks):
+            elif isinstance(i, sh.ReleaseBlocks):
                 assert not self.gathers, "blocks released while a gather reads them"
                 self.num_releases += 1
                 self.ended_p = i.ended
                 self.p_blocks = {}
-            elif isinstance(i, hf.AwaitSettled):
+            elif isinstance(i, sh.AwaitSettled):
                 self.p_lease = True
             elif isinstance(i, hf.Forget):
                 assert not self.slab_of_frame
                 self.p_forgotten, self.p_lease = True, False
         return step
 
-    def step_d(self, event: Any) -> hf.Step[hf.ReceiverHandoff]:
-        step = hf.step_receiver(self.d, event)
+    def step_d(self, event: Any) -> hf.Step[rh.ReceiverHandoff]:
+        step = rh.step_receiver(self.d, event)
         if step.fault is not None:
             assert step.record is self.d and not step.instructions, "a fault changes nothing"
         self.d = step.record
@@ -88,16 +90,16 @@ class HandoffPair(RuleBasedStateMachine):
         for i in step.instructions:
             if isinstance(i, hf.Send):
                 self.to_p += [i.message] if self.link_up else []
-            elif isinstance(i, hf.Fetch):
+            elif isinstance(i, rh.Fetch):
                 self.queue.append(i.frame)
-            elif isinstance(i, hf.Commit):
+            elif isinstance(i, rh.Commit):
                 self.num_ends_of_d += 1
                 self.committed = True
                 assert i.closing.first_token_id == 42
                 assert {b: self.d_blocks.get(b) for b in range(self.first, self.num_blocks)} == {
                     b: ("kv", b) for b in range(self.first, self.num_blocks)
                 }, "committed with a missing or stale block"
-            elif isinstance(i, hf.ReleaseReservation):
+            elif isinstance(i, rh.ReleaseReservation):
                 assert not self.d.moving
                 self.num_ends_of_d += 1
                 self.d_lease = False
@@ -111,22 +113,22 @@ class HandoffPair(RuleBasedStateMachine):
     @precondition(lambda self: self.p.closing is None and self.p.num_final_blocks < self.num_blocks and not self.p_forgotten)
     @rule(more=st.integers(1, 3))
     def compute(self, more: int) -> None:
-        if self.p.state is hf.SenderState.CLOSING:
-            self.step_p(hf.BlocksFinal(self.num_blocks))
+        if self.p.state is sh.SenderState.CLOSING:
+            self.step_p(sh.BlocksFinal(self.num_blocks))
             return
         end = min(self.num_blocks, self.p.num_final_blocks + more)
         self.p_blocks |= {b: ("kv", b) for b in range(self.p.num_final_blocks, end)}
-        self.step_p(hf.BlocksFinal(end))
+        self.step_p(sh.BlocksFinal(end))
 
     @precondition(lambda self: self.p.closing is None and self.p.num_final_blocks == self.num_blocks and not self.p_forgotten)
     @rule()
     def close(self) -> None:
-        self.step_p(hf.CloseRequested(42, {}))
+        self.step_p(sh.CloseRequested(42, {}))
 
     @precondition(lambda self: self.free_slabs and self.p.num_ready_blocks)
     @rule()
     def grant_slab(self) -> None:
-        (gather,) = self.step_p(hf.SlabGranted(self.per_frame)).instructions
+        (gather,) = self.step_p(sh.SlabGranted(self.per_frame)).instructions
         self.slab_of_frame[gather.frame_index] = self.free_slabs.pop()
         self.gathers.append(gather)
 
@@ -135,7 +137,7 @@ class HandoffPair(RuleBasedStateMachine):
     def end_gather(self, fails: bool) -> None:
         gather = self.gathers.pop()
         if fails:
-            self.step_p(hf.GatherFailed(gather.frame_index, "device lost"))
+            self.step_p(sh.GatherFailed(gather.frame_index, "device lost"))
             return
         slab = self.slab_of_frame[gather.frame_index]
         blocks = range(gather.first_block_index, gather.first_block_index + gather.num_blocks)
@@ -143,14 +145,14 @@ class HandoffPair(RuleBasedStateMachine):
         frame = Announce(
             "h", EPOCH, gather.frame_index, gather.first_block_index, gather.num_blocks, 10 * gather.num_blocks, slab, "00" * 16
         )
-        self.step_p(hf.Gathered(frame))
+        self.step_p(sh.Gathered(frame))
 
     @rule(kind=st.sampled_from(["abort_p", "abort_d"]), chance=st.integers(0, 7))
     def abort(self, kind: str, chance: int) -> None:
         if chance != 7:  # Not 0, which hypothesis prefers: most runs shall come far before they are aborted.
             return
         if kind == "abort_p" and not self.p_forgotten:
-            if self.p.state is hf.SenderState.OPEN:
+            if self.p.state is sh.SenderState.OPEN:
                 # No link is attached yet: the shell answers the open with an abort when it comes.
                 self.to_p = [m for m in self.to_p if not isinstance(m, Open)]
                 self.to_d.append(Abort("h", EPOCH, "ClientCancelled", "gone"))
@@ -164,7 +166,7 @@ class HandoffPair(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 9))
     def start_fetch(self, pick: int) -> None:
         frame = self.queue.pop(pick % len(self.queue))
-        self.step_d(hf.FetchStarted(frame.frame_index))
+        self.step_d(rh.FetchStarted(frame.frame_index))
         self.reads[frame.frame_index] = frame
 
     @precondition(lambda self: self.reads)
@@ -173,28 +175,28 @@ class HandoffPair(RuleBasedStateMachine):
         index = sorted(self.reads)[pick % len(self.reads)]
         frame = self.reads.pop(index)
         if self.d.failure is not None:
-            self.step_d(hf.FrameDropped(index))
+            self.step_d(rh.FrameDropped(index))
         elif fails:
-            self.step_d(hf.FrameFailed(index, "HandoffFailed", "read failed"))
+            self.step_d(rh.FrameFailed(index, "HandoffFailed", "read failed"))
         else:
             content = self.slabs[frame.offset]
             blocks = list(range(frame.first_block_index, frame.first_block_index + frame.num_blocks))
             if content == [("kv", b) for b in blocks]:
                 self.d_blocks |= dict(zip(blocks, content, strict=True))
-                self.step_d(hf.FrameStored(index))
+                self.step_d(rh.FrameStored(index))
             else:
                 self.corrupt_seen = True
                 self.d_blocks |= dict.fromkeys(blocks, POISON)
-                self.step_d(hf.FrameFailed(index, "KVCorrupt", "checksum"))
+                self.step_d(rh.FrameFailed(index, "KVCorrupt", "checksum"))
         if settles_later:
             self.settling_reads.add(index)
         else:
-            self.step_d(hf.ReadSettled(index))
+            self.step_d(rh.ReadSettled(index))
 
     @precondition(lambda self: self.settling_reads)
     @rule()
     def settle_read(self) -> None:
-        self.step_d(hf.ReadSettled(self.settling_reads.pop()))
+        self.step_d(rh.ReadSettled(self.settling_reads.pop()))
 
     # ---- the network -----------------------------------------------------------------------------------------------
 
@@ -227,7 +229,7 @@ class HandoffPair(RuleBasedStateMachine):
             self.link_up = False
             self.to_p.clear()
             self.to_d.clear()
-            if not self.p_forgotten and self.p.state is not hf.SenderState.OPEN:
+            if not self.p_forgotten and self.p.state is not sh.SenderState.OPEN:
                 self.step_p(hf.LinkLost("reset"))
             if not self.d_forgotten:
                 self.step_d(hf.LinkLost("reset"))
@@ -261,7 +263,7 @@ class HandoffPair(RuleBasedStateMachine):
             "settled": Settled("h", EPOCH - 1),
             "refuse": Refuse("h", EPOCH - 1, "Overloaded", ""),
         }[message]
-        step = hf.step_sender(self.p, made) if to_p else hf.step_receiver(self.d, made)
+        step = sh.step_sender(self.p, made) if to_p else rh.step_receiver(self.d, made)
         assert step.fault is hf.Fault.STALE_EPOCH and not step.instructions
 
     # ---- claims ----------------------------------------------------------------------------------------------------
@@ -272,7 +274,7 @@ class HandoffPair(RuleBasedStateMachine):
             assert len(self.free_slabs) + len(self.slab_of_frame) == len(self.slabs)
             assert set(self.slab_of_frame) == self.p.gathering | self.p.unacked
             assert self.num_releases <= 1 and self.num_ends_of_d <= 1
-            if self.ended_p is hf.Ended.ACKNOWLEDGED:
+            if self.ended_p is sh.Ended.ACKNOWLEDGED:
                 assert self.committed, "acknowledged without a commit"
 
     @invariant()
@@ -293,9 +295,9 @@ class HandoffPair(RuleBasedStateMachine):
                 self.settle_read()
             self.lapse_p()
             self.lapse_d()
-        assert self.p_forgotten and self.p.state is hf.SenderState.DONE and self.num_releases == 1, self.p
+        assert self.p_forgotten and self.p.state is sh.SenderState.DONE and self.num_releases == 1, self.p
         assert self.d_forgotten and self.num_ends_of_d == 1, self.d
-        assert self.d.state is (hf.ReceiverState.COMMITTED if self.committed else hf.ReceiverState.RELEASED)
+        assert self.d.state is (rh.ReceiverState.COMMITTED if self.committed else rh.ReceiverState.RELEASED)
         assert len(self.free_slabs) == len(self.slabs)
 
 
@@ -337,7 +339,7 @@ def test_the_machines_reach_a_commit() -> None:
     assert pair.committed and [type(m) for m in pair.to_p] == [Ack, Ack, Committed]
     for message in pair.to_p:
         pair.give(message, True)
-    assert pair.ended_p is hf.Ended.ACKNOWLEDGED and pair.p_forgotten
+    assert pair.ended_p is sh.Ended.ACKNOWLEDGED and pair.p_forgotten
     pair.teardown()
 
 
@@ -369,7 +371,7 @@ def test_a_slab_that_is_being_read_outlives_its_handoffs_abort_until_settled() -
 
 
 def test_an_announcement_that_cannot_be_true_fails_the_handoff_at_once() -> None:
-    base = hf.ReceiverHandoff("h", 1, 1, 6, 10, 30, 1000)
+    base = rh.ReceiverHandoff("h", 1, 1, 6, 10, 30, 1000)
     good = Announce("h", 1, 0, 1, 2, 20, 0, "00" * 16)
     other = replace(good, frame_index=1, first_block_index=3)
     wrong = [
@@ -382,38 +384,38 @@ def test_an_announcement_that_cannot_be_true_fails_the_handoff_at_once() -> None
         replace(good, first_block_index=3),
     ]
     for frame in wrong:
-        receiving = hf.step_receiver(base, good).record
-        step = hf.step_receiver(receiving, frame)
-        assert step.record.state is hf.ReceiverState.RELEASED and step.record.failure is not None, frame
+        receiving = rh.step_receiver(base, good).record
+        step = rh.step_receiver(receiving, frame)
+        assert step.record.state is rh.ReceiverState.RELEASED and step.record.failure is not None, frame
         assert isinstance(step.instructions[0], hf.Send) and isinstance(step.instructions[0].message, Abort)
-    again = hf.step_receiver(hf.step_receiver(base, good).record, good)
+    again = rh.step_receiver(rh.step_receiver(base, good).record, good)
     assert again.fault is hf.Fault.PROTOCOL_ERROR
 
 
 def test_an_open_that_does_not_fit_the_offer_fails_it_with_both_numbers() -> None:
-    record = hf.SenderHandoff("h", 1, 10, 3)
+    record = sh.SenderHandoff("h", 1, 10, 3)
     for message in (Open("h", 1, 11, 0), Open("h", 1, 10, 4)):
-        step = hf.step_sender(record, message)
-        assert step.record.state is hf.SenderState.DONE and step.record.failure is not None
+        step = sh.step_sender(record, message)
+        assert step.record.state is sh.SenderState.DONE and step.record.failure is not None
         assert "10 tokens in 3 blocks" in step.record.failure.reason
 
 
 def test_events_out_of_place_are_counted_and_change_nothing() -> None:
-    p, d = hf.SenderHandoff("h", 1, 10, 3), hf.ReceiverHandoff("h", 1, 0, 3, 10, 30, 1000)
+    p, d = sh.SenderHandoff("h", 1, 10, 3), rh.ReceiverHandoff("h", 1, 0, 3, 10, 30, 1000)
     for event in (Ack("h", 1, 0), Committed("h", 1), Settled("h", 1), Open("h", 2, 10, 0), hf.LinkLost("")):
-        step = hf.step_sender(p, event)
+        step = sh.step_sender(p, event)
         assert step.fault is hf.Fault.PROTOCOL_ERROR and step.record is p and not step.instructions
-    for event in (Ack("h", 1, 0), hf.FrameStored(0), Abort("h", 2, "Internal", ""), Announce("h", 2, 0, 0, 1, 10, 0, "00" * 16)):
-        step_d = hf.step_receiver(d, event)
+    for event in (Ack("h", 1, 0), rh.FrameStored(0), Abort("h", 2, "Internal", ""), Announce("h", 2, 0, 0, 1, 10, 0, "00" * 16)):
+        step_d = rh.step_receiver(d, event)
         assert step_d.fault is hf.Fault.PROTOCOL_ERROR and step_d.record is d
 
 
 def test_a_closing_that_contradicts_the_frames_never_commits() -> None:
-    base = hf.ReceiverHandoff("h", 1, 0, 2, 10, 30, 1000)
+    base = rh.ReceiverHandoff("h", 1, 0, 2, 10, 30, 1000)
     stored = base
-    for event in (Announce("h", 1, 0, 0, 1, 10, 0, "00" * 16), hf.FetchStarted(0), hf.FrameStored(0)):
-        stored = hf.step_receiver(stored, event).record
+    for event in (Announce("h", 1, 0, 0, 1, 10, 0, "00" * 16), rh.FetchStarted(0), rh.FrameStored(0)):
+        stored = rh.step_receiver(stored, event).record
     for num_frames in (0, 1):
-        step = hf.step_receiver(stored, Closing("h", 1, num_frames, 5, {}))
-        assert step.record.state is hf.ReceiverState.RELEASED and "1 of 2 blocks" in str(step.record.failure)
-    assert hf.step_receiver(stored, Closing("h", 1, 2, 5, {})).record.state is hf.ReceiverState.RECEIVING
+        step = rh.step_receiver(stored, Closing("h", 1, num_frames, 5, {}))
+        assert step.record.state is rh.ReceiverState.RELEASED and "1 of 2 blocks" in str(step.record.failure)
+    assert rh.step_receiver(stored, Closing("h", 1, 2, 5, {})).record.state is rh.ReceiverState.RECEIVING
