@@ -14,7 +14,8 @@ from common.clock import Clock
 from common.errors import BatonError, HandoffFailed
 from kvtransfer.counters import LINKS_LOST, LINKS_OPENED, LINKS_REFUSED, Count
 from kvtransfer.data_plane import DataPlane
-from kvtransfer.link import Link, LinkIdentity, dial
+from kvtransfer.link import Link
+from kvtransfer.link_handshake import LinkIdentity, dial
 from kvtransfer.messages import Message
 from kvtransfer.settings import FabricSettings
 from kvtransfer.tasks import TaskSet

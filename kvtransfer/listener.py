@@ -7,17 +7,19 @@ number and time, and a worker (named by its incarnation) has at most one link: a
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 
+from common import log
 from common.clock import Clock
 from kvtransfer.counters import LINKS_LOST, LINKS_OPENED, LINKS_REFUSED, Count
-from kvtransfer.link import Link, LinkFault, LinkIdentity, accept
+from kvtransfer.link import Link
+from kvtransfer.link_framing import LinkFault
+from kvtransfer.link_handshake import LinkIdentity, accept
 from kvtransfer.messages import Message
 from kvtransfer.settings import FabricSettings
 from kvtransfer.tasks import TaskSet
 
-logger = logging.getLogger(__name__)
+LOG = log.get_logger("kvtransfer.listener")
 
 _FLUSH_S = 0.2
 
@@ -101,7 +103,7 @@ class LinkListener:
     def _refused(self, reason: str) -> None:
         self.last_refusal = reason
         self._count(LINKS_REFUSED, 1)
-        logger.warning("kv_link_refused", extra={"reason": reason})
+        LOG.warn("kv_link_refused", reason=reason)
 
 
 async def _flush(writer: asyncio.StreamWriter) -> None:

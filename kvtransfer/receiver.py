@@ -36,7 +36,8 @@ from kvtransfer.frame_mover import FrameMover, Place
 from kvtransfer.handoff import Failure, Fault, Forget, LeaseLapsed, LinkLost, LocalAbort, Send
 from kvtransfer.layout import KVLayout
 from kvtransfer.lease import LeaseTable
-from kvtransfer.link import Link, LinkIdentity
+from kvtransfer.link import Link
+from kvtransfer.link_handshake import LinkIdentity
 from kvtransfer.messages import RENEWALS_MAX, Abort, Announce, Closing, Message, Open, Refuse, Renew, Settled
 from kvtransfer.receiver_handoff import (
     Commit,

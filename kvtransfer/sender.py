@@ -36,7 +36,8 @@ from kvtransfer.data_plane import DataPlane
 from kvtransfer.handoff import Failure, Fault, Forget, LeaseLapsed, LinkLost, LocalAbort, Send
 from kvtransfer.layout import KVLayout
 from kvtransfer.lease import LeaseTable
-from kvtransfer.link import Link, LinkIdentity
+from kvtransfer.link import Link
+from kvtransfer.link_handshake import LinkIdentity
 from kvtransfer.listener import LinkListener
 from kvtransfer.messages import RENEWALS_MAX, Abort, Ack, Announce, Committed, Message, Open, Refuse, Renew, Settled
 from kvtransfer.remembered import Remembered

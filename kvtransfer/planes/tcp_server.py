@@ -7,13 +7,13 @@ for a handshake and the time without progress are bounded; a request outside of 
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 import struct
 from collections import Counter
 from functools import partial
 from typing import Any
 
+from common import log
 from kvtransfer.planes.tcp_handshake import prove_as_server, receive_exactly
 
 CONNECTIONS_MAX = 256
@@ -27,7 +27,7 @@ REQUEST = struct.Struct("!QQQ")
 REPLY = struct.Struct("!QQ")
 """sequence number, number of bytes; then the bytes"""
 
-_log = logging.getLogger(__name__)
+LOG = log.get_logger("kvtransfer.tcp")
 
 
 async def resolve(host: str, port: int) -> tuple[int, int, int, tuple[Any, ...]]:
@@ -95,7 +95,7 @@ class RegionServer:
                 sock, _ = await loop.sock_accept(listener)
             except OSError as error:
                 # Out of descriptors or a connection that was reset in the queue: later ones may succeed.
-                _log.warning("tcp plane cannot accept a connection: %s", error)
+                LOG.warn("tcp_accept_failed", error=str(error))
                 await asyncio.sleep(0.1)
                 continue
             if len(self._serving) >= CONNECTIONS_MAX:
@@ -120,12 +120,12 @@ class RegionServer:
                 sequence, offset, num_bytes = REQUEST.unpack(await receive_exactly(sock, REQUEST.size))
                 if not 0 < num_bytes <= self._region.nbytes - offset:
                     self.counts["range_error"] += 1
-                    _log.error("tcp plane: request for %d bytes at %d lies outside of the region", num_bytes, offset)
+                    LOG.error("tcp_request_outside_region", num_bytes=num_bytes, offset=offset)
                     return
                 await _send_two(sock, REPLY.pack(sequence, num_bytes), self._region[offset : offset + num_bytes])
         except PermissionError as error:
             self.counts["refused_proof"] += 1
-            _log.warning("tcp plane refused a connection: %s", error)
+            LOG.warn("tcp_connection_refused", reason=str(error))
         except TimeoutError:
             self.counts["timed_out"] += 1
         except OSError:

@@ -13,7 +13,6 @@ import asyncio
 import importlib
 import importlib.metadata
 import importlib.util
-import logging
 import os
 import secrets
 import struct
@@ -22,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from common import log
 from common.errors import HandoffFailed
 from kvtransfer.data_plane import Fetch
 from kvtransfer.planes.description import open_description, seal_description
@@ -47,7 +47,7 @@ _FIELDS = struct.Struct("!QQ16sQIHI")
 """region address, region bytes, boot id, pid namespace, pid, bytes of the agent name, bytes of the metadata"""
 _SCRATCH_BYTES = 4096
 
-_log = logging.getLogger(__name__)
+LOG = log.get_logger("kvtransfer.ucx")
 
 
 def ucx_unavailable() -> str | None:
@@ -127,7 +127,7 @@ class _NixlReader:
         try:
             self._agent.releaseXferReq(handle)
         except self._errors as error:
-            _log.warning("ucx plane cannot release a finished read: %s", error)
+            LOG.warn("ucx_read_release_failed", error=str(error))
 
     def forget(self, source: str) -> None:
         try:
@@ -139,7 +139,7 @@ class _NixlReader:
         try:
             self._agent.deregisterMem(self._registered, [self._backend])
         except self._errors as error:
-            _log.warning("ucx plane cannot deregister its region: %s", error)
+            LOG.warn("ucx_deregister_failed", error=str(error))
         # The last reference: the destructor ends the progress thread, closes all connections and frees the workers.
         del self._agent
 
@@ -212,7 +212,7 @@ class UcxPlane:
         if path is ReadPath.EMULATED:
             if "UCX_TLS" not in os.environ:
                 raise HandoffFailed(f"no safe UCX path to {peer}: {why}; use the tcp data plane")
-            _log.warning("ucx plane reads from %s are emulated over tcp, as UCX_TLS wants (%s)", peer, why)
+            LOG.warn("ucx_reads_emulated_over_tcp", peer=peer, reason=why)
         self._peers[peer] = (agent, address, region_bytes, path)
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):

@@ -17,9 +17,10 @@ import pytest
 
 from common.clock import SystemClock
 from common.errors import HandoffFailed, LayoutMismatch
-from kvtransfer import link as link_module
+from kvtransfer import link_handshake
 from kvtransfer.layout import KVLayout
-from kvtransfer.link import Link, LinkIdentity, dial
+from kvtransfer.link import Link
+from kvtransfer.link_handshake import LinkIdentity, dial
 from kvtransfer.listener import LinkListener
 from kvtransfer.messages import Ack, Hello, Message, Renew, decode
 from kvtransfer.settings import FabricSettings
@@ -199,12 +200,12 @@ async def test_another_data_plane_is_refused() -> None:
 
 async def test_another_protocol_version_is_refused_with_the_reason_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
     async with server() as to:
-        encode = link_module.encode
+        encode = link_handshake.encode
 
         def newer(message: Message) -> bytes:
             return encode(replace(message, version=2) if isinstance(message, Hello) else message)
 
-        monkeypatch.setattr(link_module, "encode", newer)
+        monkeypatch.setattr(link_handshake, "encode", newer)
         with pytest.raises(LayoutMismatch, match="protocol version 1 here, 2 there"):
             await connect(to)
         await until(lambda: to.counts["links_refused"] == 1)
