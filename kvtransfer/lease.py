@@ -12,6 +12,8 @@ from typing import Generic, TypeVar
 
 Key = TypeVar("Key")
 
+EXPIRIES_PER_SWEEP_MAX = 256
+"""What a shell asks `expired` for at once, so that one sweep is short; the next one takes the rest."""
 _STALE_ENTRIES_MIN = 64
 
 
