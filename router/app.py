@@ -9,15 +9,15 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from starlette.applications import Starlette
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.clock import Clock
@@ -29,6 +29,7 @@ from router.api_models import ChatCompletionRequest, CompletionRequest, Detokeni
 from router.fleet import Fleet
 from router.metrics import RouterMetrics
 from router.models import model_list, model_object
+from router.openapi import add_schemas, body_of
 from router.orchestrator import Orchestrator
 from router.request import Endpoint, ValidRequest
 from router.responses import error_headers, error_object
@@ -76,25 +77,41 @@ class RouterApp:
         self._clock = clock
         self._metrics = metrics
         self._created = int(clock.wall())
-        routes = [
-            Route("/v1/chat/completions", self._chat, methods=["POST"]),
-            Route("/v1/completions", self._completions, methods=["POST"]),
-            Route("/v1/models", self._models, methods=["GET"]),
-            Route("/v1/models/{name:path}", self._model, methods=["GET"]),
-            Route("/tokenize", self._tokenize, methods=["POST"]),
-            Route("/detokenize", self._detokenize, methods=["POST"]),
-            Route("/healthz", self._health, methods=["GET"]),
-            Route("/health", self._health, methods=["GET"]),
-            Route("/readyz", self._ready, methods=["GET"]),
-            Route("/metrics", self._render_metrics, methods=["GET"]),
-            Route("/version", self._version, methods=["GET"]),
+        self._api = FastAPI(title="Baton", version=settings.version, docs_url=None, redoc_url=None, openapi_url="/openapi.json")
+        self._add_routes()
+        for kind, handler in (
+            (BatonError, self._on_error),
+            (HTTPException, self._on_http_exception),
+            (Exception, self._on_crash),
+        ):
+            self._api.add_exception_handler(kind, handler)  # type: ignore[arg-type]  # each handler takes its own kind of exception
+        self._api.openapi = self._openapi  # type: ignore[method-assign]  # FastAPI's documented way to extend the document
+        self.asgi: ASGIApp = _RequestIdHeader(self._api)
+
+    def _add_routes(self) -> None:
+        post: list[tuple[str, Any, type[BaseModel]]] = [
+            ("/v1/chat/completions", self._chat, ChatCompletionRequest),
+            ("/v1/completions", self._completions, CompletionRequest),
+            ("/tokenize", self._tokenize, TokenizeRequest),
+            ("/detokenize", self._detokenize, DetokenizeRequest),
         ]
-        handlers: dict[Any, Callable[[Request, Any], Awaitable[Response]]] = {
-            BatonError: self._on_error,
-            HTTPException: self._on_http_exception,
-            Exception: self._on_crash,
-        }
-        self.asgi: ASGIApp = _RequestIdHeader(Starlette(routes=routes, exception_handlers=handlers))
+        get: list[tuple[str, Any]] = [
+            ("/v1/models", self._models),
+            ("/v1/models/{name:path}", self._model),
+            ("/healthz", self._health),
+            ("/health", self._health),
+            ("/readyz", self._ready),
+            ("/metrics", self._render_metrics),
+            ("/version", self._version),
+        ]
+        for path, handler, model in post:
+            self._api.add_api_route(path, handler, methods=["POST"], response_model=None, openapi_extra=body_of(model))
+        for path, handler in get:
+            self._api.add_api_route(path, handler, methods=["GET"], response_model=None)
+
+    def _openapi(self) -> dict[str, Any]:
+        document = get_openapi(title=self._api.title, version=self._api.version, routes=self._api.routes)
+        return add_schemas(document, [ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest])
 
     def limit_tokens(self) -> int:
         """The longest prompt + completion a request may have right now."""

@@ -10,6 +10,7 @@ import asyncio
 import json
 from typing import Any
 
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from common.clock import Clock
@@ -22,10 +23,12 @@ OVERFLOW_GRACE_S = 1.0
 """How long a client that fell too far behind gets to take the error event before the connection is dropped."""
 
 
-class GenerationResponse:
-    """An ASGI response. Whatever ends it (done, client gone, server stopping) also ends the call."""
+class GenerationResponse(Response):
+    """An ASGI response that writes itself. Whatever ends it (done, client gone, server stopping) also ends the call."""
 
     def __init__(self, call: Call, created: int, clock: Clock) -> None:
+        # Not the base's constructor: it would render a body and headers. The base class is what FastAPI knows a response by.
+        self.background = None
         self._call = call
         self._created = created
         self._clock = clock
@@ -63,7 +66,8 @@ class GenerationResponse:
     async def _write_stream(self, send: Send) -> None:
         item = await self._call.output.get()
         if isinstance(item, Errored):
-            return await send_error(send, item.error, self._call.request.request_id)
+            await send_error(send, item.error, self._call.request.request_id)
+            return
         chunks = ChunkWriter(self._call.request, self._created)
         headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
         await send({"type": "http.response.start", "status": 200, "headers": _raw(headers)})
