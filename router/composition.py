@@ -17,11 +17,12 @@ from common.state.store import StateStore
 from common.types import WorkerInfo
 from router.admission import Admission
 from router.app import AppSettings, RouterApp
+from router.call import OrchestratorSettings
 from router.clients import ClientSettings, WorkerClient, WorkerPool
 from router.fleet import Fleet
 from router.journal import Journal
 from router.metrics import RouterMetrics
-from router.orchestrator import Orchestrator, OrchestratorSettings
+from router.orchestrator import Orchestrator
 from router.placement import PlacementPolicy
 from router.settings import RouterSettings
 from router.tokenizer import ModelTokenizer

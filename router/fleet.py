@@ -52,7 +52,8 @@ def accept(registered: Sequence[WorkerInfo], model: str, fingerprint: str) -> Ac
         fingerprint = min(counts, key=lambda f: (-decodes[f], -counts[f], f))
     for info in ours:
         if info.kv_fingerprint != fingerprint:
-            words = f"has KV layout {info.kv_fingerprint[:16]} (block size {info.block_size}, {info.dtype}), the fleet has {fingerprint[:16]}"
+            layout = f"{info.kv_fingerprint[:16]} (block size {info.block_size}, {info.dtype})"
+            words = f"has KV layout {layout}, the fleet has {fingerprint[:16]}"
             refused[worker_key(info)] = ("kv_layout", words)
     return Accepted(tuple(i for i in ours if i.kv_fingerprint == fingerprint), refused, fingerprint)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import dataclass
 
 from common.clock import Clock
 from common.errors import (
@@ -29,71 +28,23 @@ from common.types import FinishReason, Role
 from router import wire
 from router.admission import Permit
 from router.attempt import Attempt
+from router.call import Call, OrchestratorSettings, RetrySlot
 from router.clients import WorkerPool
 from router.completion import Completion
 from router.events import Finished, HandedOver, LegEvent, LegRole, Prefilled, Tokens
 from router.fleet import Fleet
 from router.journal import Journal
-from router.merge import TokenMerge
 from router.metrics import RouterMetrics
 from router.output import Ended, Errored, OutputBuffer, Usage
 from router.placement import Demand, Placement, PlacementPolicy, place
 from router.report import report_request
 from router.request import ValidRequest
-from router.retry import AttemptFailed, RetryState
+from router.retry import AttemptFailed
 from router.timeline import RequestTimeline
 from router.tokenizer import ModelTokenizer
 
 LAST_WORD_TIMEOUT_S = 1.0
 """After the last token is known: how long to wait for the worker's closing message, which only adds to the timeline."""
-
-
-@dataclass(frozen=True, slots=True)
-class OrchestratorSettings:
-    """Bounds of a request. Seconds, characters and counts."""
-
-    request_timeout_s: float
-    worker_wait_s: float
-    resume_wait_s: float
-    output_chars_max: int
-    retries_concurrent_max: int
-
-
-class Call:
-    """A request being served: what the HTTP side sees of it."""
-
-    def __init__(
-        self,
-        request: ValidRequest,
-        timeline: RequestTimeline,
-        permit: Permit,
-        completion: Completion,
-        output: OutputBuffer,
-        created_wall_s: float,
-    ) -> None:
-        self.request = request
-        self.timeline = timeline
-        self.output = output
-        self.permit = permit
-        self.completion = completion
-        self.created_wall_s = created_wall_s
-        self.merge = TokenMerge()
-        self.retries = RetryState()
-        self.epoch = 0
-        self.is_started = False
-        self.cancel_error: BatonError | None = None
-        self.task: asyncio.Task[None] | None = None
-
-    @property
-    def has_emitted(self) -> bool:
-        return self.merge.next_index > 0
-
-    def cancel(self, error: BatonError) -> None:
-        """Asks the request to stop; its task aborts both legs. Idempotent, the first reason stays."""
-        if self.cancel_error is None and self.task is not None and not self.task.done():
-            self.cancel_error = error
-            if self.is_started:  # a task cancelled before its first step would never run its clean-up
-                self.task.cancel()
 
 
 class Orchestrator:
@@ -211,7 +162,7 @@ class Orchestrator:
                 if self._retry_slots.locked():
                     self._metrics.retries_delayed.inc()
                 await self._retry_slots.acquire()
-            slot = _RetrySlot(self._retry_slots if is_retry else None)
+            slot = RetrySlot(self._retry_slots if is_retry else None)
             try:
                 placement = await self._place(call)
                 await self._new_epoch(call)
@@ -285,7 +236,7 @@ class Orchestrator:
                 self._metrics.store_errors.labels(operation="next_epoch").inc()
         call.epoch = epoch
 
-    async def _attempt(self, call: Call, placement: Placement, slot: _RetrySlot) -> None:
+    async def _attempt(self, call: Call, placement: Placement, slot: RetrySlot) -> None:
         attempt = Attempt(AttemptKey(call.request.request_id, call.epoch), placement, self._pool)
         call.merge.begin_attempt()
         call.timeline.num_attempts += 1
@@ -308,9 +259,10 @@ class Orchestrator:
         token_ids = [*request.prompt_token_ids, *call.merge.tokens]
         return wire.sequence_spec(token_ids, request.num_prompt_tokens, request.sampling, request.stop, max(left_s, 0.001))
 
-    async def _follow(self, call: Call, attempt: Attempt, slot: _RetrySlot) -> None:
+    async def _follow(self, call: Call, attempt: Attempt, slot: RetrySlot) -> None:
         """Takes events until the completion is finished. Raises AttemptFailed."""
         ended: Finished | None = None
+        first_index = call.merge.next_index
         while True:
             role, event = await attempt.next()
             self._note(call, event)
@@ -318,8 +270,9 @@ class Orchestrator:
                 slot.release()
                 self._take_tokens(call, event)
                 if call.completion.finish_reason is not None:
-                    is_ending_itself = role is not LegRole.PREFILL and not call.completion.matched_stop_string
-                    await self._hear_last_words(call, attempt, is_ending_itself)
+                    is_ended_by_prefill = role is LegRole.PREFILL and call.merge.next_index == first_index + 1
+                    has_ended = ended is not None or is_ended_by_prefill or call.completion.matched_stop_string
+                    await self._hear_last_words(call, attempt, has_ended)
                     return
             elif isinstance(event, Finished) and event.reason != "handed_over":
                 ended = event
@@ -328,16 +281,18 @@ class Orchestrator:
                 self._emit(call, call.completion.finish(FinishReason(ended.reason)))
                 return
 
-    async def _hear_last_words(self, call: Call, attempt: Attempt, is_ending_itself: bool) -> None:
-        """All tokens are there; waits shortly for what the timeline and the count of cached tokens lack."""
-        has_ended = not is_ending_itself
+    async def _hear_last_words(self, call: Call, attempt: Attempt, has_ended: bool) -> None:
+        """All tokens are there; waits shortly for what the timeline and the count of cached tokens lack.
+
+        `has_ended`: no closing message of a decode leg is worth waiting for.
+        """
         with contextlib.suppress(TimeoutError, AttemptFailed):
             async with asyncio.timeout(LAST_WORD_TIMEOUT_S):
                 while not has_ended or call.timeline.first_prefill is None:
                     role, event = await attempt.next()
                     self._note(call, event)
                     has_ended = has_ended or (isinstance(event, Finished) and role is not LegRole.PREFILL)
-        if is_ending_itself:
+        if not call.completion.matched_stop_string:  # the workers know the end too; a stop string only the router sees
             attempt.leave(LegRole.PREFILL)
 
     def _take_tokens(self, call: Call, event: Tokens) -> None:
@@ -385,15 +340,3 @@ class Orchestrator:
                 error_kind=error_kind,
             )
         )
-
-
-class _RetrySlot:
-    """One of the slots that bound how many retries run at once; held until the attempt's first token, given back once."""
-
-    def __init__(self, semaphore: asyncio.Semaphore | None) -> None:
-        self._semaphore = semaphore
-
-    def release(self) -> None:
-        if self._semaphore is not None:
-            self._semaphore.release()
-            self._semaphore = None

@@ -1,7 +1,7 @@
 """The bounded buffer between a request's orchestration and its client connection.
 
-The orchestrator writes without waiting; text that the client has not taken yet is joined, so a slow client costs characters and not objects.
-When more than `chars_max` wait, `put` refuses and only that request is aborted; one reader, one writer, one event loop.
+The orchestrator writes without waiting; text that the client has not taken yet is joined, so a slow client costs characters and not
+objects. When more than `chars_max` wait, `put` refuses and only that request is aborted; one reader, one writer, one event loop.
 """
 
 from __future__ import annotations

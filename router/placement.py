@@ -120,7 +120,8 @@ def place(
         local = _local(demand, decodes, policy, because, because.replace("_", " "))
         if local is None:
             raise Overloaded(
-                f"local prefill of {demand.num_known_tokens} tokens is over the budget of {policy.local_prefill_tokens_max} on every decode worker",
+                f"local prefill of {demand.num_known_tokens} tokens is over the budget of "
+                f"{policy.local_prefill_tokens_max} on every decode worker",
                 retry_after_s=1.0,
             )
         return local
@@ -179,7 +180,8 @@ def _local(demand: Demand, decodes: Sequence[Candidate], policy: PlacementPolicy
     for candidate in decodes:
         queued = candidate.num_queued_tokens
         if queued == 0 or queued + demand.num_known_tokens <= policy.local_prefill_tokens_max:
-            reason = f"local on decode {candidate.info.worker_id} ({_decode_load(candidate)} sequences, {queued} local prefill tokens): {words}"
+            load = f"{_decode_load(candidate)} sequences, {queued} local prefill tokens"
+            reason = f"local on decode {candidate.info.worker_id} ({load}): {words}"
             return Placement(Mode.LOCAL, None, candidate.info, reason, because)
     return None
 

@@ -1,7 +1,7 @@
 """The router's settings: one frozen object, read once in `main`, each field with its unit and reason.
 
-Every field is a flag (`--field-name`), an environment variable (`BATON_FIELD_NAME`) or a TOML key. Parts of the router get the values they need,
-never this object.
+Every field is a flag (`--field-name`), an environment variable (`BATON_FIELD_NAME`) or a TOML key. Parts of the router get the values
+they need, never this object.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from common.clock import Clock
 from common.errors import BatonError, ClientCancelled
-from router.orchestrator import Call
+from router.call import Call
 from router.output import Ended, Errored, TextDelta
 from router.responses import ChunkWriter, error_headers, error_object, full_response
 

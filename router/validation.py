@@ -199,7 +199,8 @@ class Validator:
             )
         if max_tokens is not None and max_tokens > num_left:
             raise InvalidRequest(
-                f"'{max_tokens_param}' is {max_tokens}, but the prompt has {len(token_ids)} tokens and the limit for both is {limit_tokens}",
+                f"'{max_tokens_param}' is {max_tokens}, but the prompt has {len(token_ids)} tokens "
+                f"and the limit for both is {limit_tokens}",
                 param=max_tokens_param,
                 code="context_length_exceeded",
             )

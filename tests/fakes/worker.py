@@ -1,7 +1,7 @@
 """A scriptable worker for router tests: a real gRPC server of serving.proto with a deterministic token generator behind it.
 
-The next token is a pure function of (all token ids so far, sampling seed), so any pair of fakes, in any number of attempts, must produce the
-same completion as `expected_tokens`. Scripts say what goes wrong: refuse, fail, die or stall at a token index.
+The next token is a pure function of (all token ids so far, sampling seed), so any pair of fakes, in any number of attempts, must
+produce the same completion as `completion_tokens`. Scripts say what goes wrong: refuse, fail, die or stall at a token index.
 """
 
 from __future__ import annotations
@@ -28,11 +28,6 @@ def hash_token(known: list[int], seed: int) -> int:
     """A printable ASCII byte token that depends on everything before it."""
     digest = hashlib.blake2b(repr((known, seed)).encode(), digest_size=4).digest()
     return 32 + int.from_bytes(digest, "big") % 90
-
-
-def scripted_tokens(tokens: list[int]) -> NextToken:
-    """Continues with a fixed list, whatever the prompt: for texts that a test spells out. The prompt is cut off by the caller."""
-    return lambda known, seed: tokens[known[0] if not known else len(known)] if len(known) < len(tokens) else 0
 
 
 def completion_tokens(prompt: list[int], num_tokens: int, seed: int = 0, next_token: NextToken = hash_token) -> list[int]:
@@ -93,7 +88,7 @@ class FakeWorker(serving_pb2_grpc.WorkerServicer):
         self.commands: list[tuple[str, pb.Attempt]] = []
         self.specs: list[pb.SequenceSpec] = []
         self.aborted: list[pb.Attempt] = []
-        self.changed = asyncio.Condition()
+        self._changed = asyncio.Event()
         self.num_tokens_sent = 0
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._sessions: list[asyncio.Queue[pb.Events | None]] = []
@@ -116,6 +111,7 @@ class FakeWorker(serving_pb2_grpc.WorkerServicer):
 
     async def drop_sessions(self) -> None:
         """Cuts the streams but stays alive: a network blip."""
+        await self.wait_for(lambda: bool(self._sessions))
         for queue in self._sessions:
             queue.put_nowait(None)
 
@@ -148,8 +144,14 @@ class FakeWorker(serving_pb2_grpc.WorkerServicer):
         return len(self._tasks)
 
     async def wait_for(self, condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
-        async with asyncio.timeout(timeout_s), self.changed:
-            await self.changed.wait_for(condition)
+        # it is looked at whenever a command arrives, events leave or a sequence ends."""
+        async with asyncio.timeout(timeout_s):
+            while not condition():
+                await self._changed.wait()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def count(self, kind: str) -> int:
         return sum(1 for name, _ in self.commands if name == kind)
@@ -168,6 +170,7 @@ class FakeWorker(serving_pb2_grpc.WorkerServicer):
     async def Session(self, request_iterator: AsyncIterator[pb.Command], context: object) -> AsyncIterator[pb.Events]:
         queue: asyncio.Queue[pb.Events | None] = asyncio.Queue()
         self._sessions.append(queue)
+        self._notify()
         reader = asyncio.create_task(self._read(request_iterator, queue))
         try:
             while (message := await queue.get()) is not None:
@@ -182,18 +185,17 @@ class FakeWorker(serving_pb2_grpc.WorkerServicer):
         async for command in commands:
             kind = command.WhichOneof("command")
             message = getattr(command, kind)
-            async with self.changed:
-                if kind != "hello":
-                    self.commands.append((kind, message.attempt))
-                if kind == "abort":
-                    self.aborted.append(message.attempt)
-                    task = self._tasks.get((message.attempt.request_id, message.attempt.epoch))
-                    if task is not None:
-                        task.cancel()
-                elif kind != "hello":
-                    self.specs.append(message.sequence)
-                    self._open(kind, message, queue)
-                self.changed.notify_all()
+            if kind != "hello":
+                self.commands.append((kind, message.attempt))
+            if kind == "abort":
+                self.aborted.append(message.attempt)
+                task = self._tasks.get((message.attempt.request_id, message.attempt.epoch))
+                if task is not None:
+                    task.cancel()
+            elif kind != "hello":
+                self.specs.append(message.sequence)
+                self._open(kind, message, queue)
+            self._notify()
 
     def _open(self, kind: str, message: pb.Prefill | pb.Reserve | pb.Generate, queue: asyncio.Queue[pb.Events | None]) -> None:
         key = (message.attempt.request_id, message.attempt.epoch)
@@ -203,6 +205,7 @@ class FakeWorker(serving_pb2_grpc.WorkerServicer):
 
         def done(task: asyncio.Task[None]) -> None:
             self._tasks.pop(key, None)
+            self._notify()
             if not task.cancelled() and task.exception() is not None:
                 raise task.exception()  # type: ignore[misc]
 
@@ -305,11 +308,10 @@ class FakeWorker(serving_pb2_grpc.WorkerServicer):
             asyncio.create_task(self.stop())  # noqa: RUF006  the death of the process this code would run in
             await asyncio.Event().wait()
         if script.stall_at is not None and index >= script.stall_at:
-            async with self.changed:
-                self.changed.notify_all()
             await script.release.wait()
         return False
 
     def _send(self, queue: asyncio.Queue[pb.Events | None], *events: pb.Event) -> None:
         self.num_tokens_sent += sum(len(event.tokens.token_ids) for event in events)
         queue.put_nowait(pb.Events(events=list(events)))
+        self._notify()

@@ -21,14 +21,28 @@ def candidate(
     queued: int = 0,
     requests: int = 0,
     fingerprint: str = "f",
+    model: str = "m",
     longest: int = 1000,
     load: WorkerLoad | None = None,
 ) -> Candidate:
     info = WorkerInfo(
-        worker_id=WorkerId(name), incarnation=Incarnation("i"), role=role, state=WorkerState.READY, grpc_address="", kv_address="", kv_scheme="tcp",
-        model="m", kv_fingerprint=fingerprint, block_size=16, num_blocks=100, max_sequence_tokens=longest, dtype="float32", pid=1, version="1",
+        worker_id=WorkerId(name),
+        incarnation=Incarnation("i"),
+        role=role,
+        state=WorkerState.READY,
+        grpc_address="",
+        kv_address="",
+        kv_scheme="tcp",
+        model=model,
+        kv_fingerprint=fingerprint,
+        block_size=16,
+        num_blocks=100,
+        max_sequence_tokens=longest,
+        dtype="float32",
+        pid=1,
+        version="1",
         load=load or WorkerLoad(num_blocks_available=100),
-    )  # fmt: skip
+    )
     return Candidate(info, requests, queued)
 
 
