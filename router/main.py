@@ -21,6 +21,7 @@ from common.lifecycle import Lifecycle
 from common.log import configure_logging, get_logger
 from common.settings import settings_or_exit
 from common.state.open import open_store
+from common.state.store import StateStore
 from common.version import VERSION
 from router.composition import Router
 from router.metrics import RouterMetrics
@@ -46,18 +47,18 @@ def main() -> None:
     configure_logging(level=settings.log_level, service="router")
     try:
         tokenizer = load_tokenizer(settings.model)
+        store = open_store(settings.redis_url, settings.cluster)
         listener = _listen(settings.host, settings.port)
-    except (ModelFilesError, jinja2.TemplateSyntaxError, OSError) as error:
+    except (ModelFilesError, jinja2.TemplateSyntaxError, OSError, ValueError) as error:
         print(f"router: {error}", file=sys.stderr)  # noqa: T201 - one clear line for the person who started the process
         raise SystemExit(EXIT_BAD_INPUT) from error
-    raise SystemExit(asyncio.run(serve(settings, tokenizer, listener)))
+    raise SystemExit(asyncio.run(serve(settings, tokenizer, store, listener)))
 
 
-async def serve(settings: RouterSettings, tokenizer: ModelTokenizer, listener: socket.socket) -> int:
+async def serve(settings: RouterSettings, tokenizer: ModelTokenizer, store: StateStore, listener: socket.socket) -> int:
     """Serves on the listening socket until drained. Returns the exit code."""
     lifecycle = Lifecycle()
     lifecycle.install_signal_handlers()
-    store = open_store(settings.redis_url, settings.cluster)
     await store.start()
     router = Router(
         settings,
