@@ -83,6 +83,7 @@ class Fleet:
         self._emptied_at: float | None = None
         self._changed = asyncio.Event()
         self.is_store_up = False
+        self._is_outage_logged = False
 
     async def run(self) -> None:
         """Refreshes until cancelled."""
@@ -96,13 +97,15 @@ class Fleet:
             registered = await self._store.list_workers()
         except StoreUnavailable as error:
             self._metrics.store_errors.labels(operation="list_workers").inc()
-            if self.is_store_up:
+            if not self._is_outage_logged:
                 self._log.warn("store_away", error=error.message, workers_kept=len(self._accepted.workers))
             self.is_store_up = False
+            self._is_outage_logged = True
             return
         if not self.is_store_up:
             self._log.event("store_up", workers=len(registered))
         self.is_store_up = True
+        self._is_outage_logged = False
         if not registered and self._keeps_view_of_emptied_store():
             return
         self._apply(accept(registered, self._model, self._accepted.fingerprint))

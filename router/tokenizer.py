@@ -48,7 +48,7 @@ class ModelTokenizer:
         self._special_ids = frozenset(i for i, added in tokenizer.get_added_tokens_decoder().items() if added.special)
         self._bytes_by_id: dict[int, bytes] = {}
         self._is_byte_level = _is_byte_level(json.loads(tokenizer.to_str()).get("decoder"))
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
+        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -61,7 +61,8 @@ class ModelTokenizer:
         return await loop.run_in_executor(self._pool, lambda: self.encode_now(text, add_special_tokens=add_special_tokens))
 
     def encode_now(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        """The batch call lets other threads run meanwhile; the single one would hold the interpreter for the whole text."""
+        return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))

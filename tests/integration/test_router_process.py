@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -88,6 +89,31 @@ async def test_serves_until_sigterm_and_exits_0(model_folder: Path) -> None:
         async with httpx.AsyncClient(base_url=url) as client:
             with pytest.raises(httpx.ConnectError):
                 await client.get("/healthz")
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def test_store_away_at_the_start_is_one_clear_line_and_the_router_lives(model_folder: Path) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    listener.close()  # nobody answers there now
+    process = await start("--model", str(model_folder), "--redis-url", f"redis://127.0.0.1:{port}/0", "--port", "0")
+    assert process.stderr is not None
+    events: list[str] = []
+    try:
+        async with asyncio.timeout(30):
+            while "router_listening" not in events:
+                line = json.loads(await process.stderr.readline())
+                events.append(line["event"])
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{line['port']}") as client:
+            assert (await client.get("/readyz")).json()["degraded"] == ["the state store is away"]
+        process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(15):
+            _, rest = await process.communicate()
+        assert events.count("store_away") == 1 and "store_away" not in rest.decode() and "Traceback" not in rest.decode()
+        assert process.returncode == 0
     finally:
         if process.returncode is None:
             process.kill()

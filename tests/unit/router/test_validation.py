@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from typing import Any
 
 import pytest
@@ -216,6 +218,25 @@ def test_bodies_that_are_not_json_objects_are_refused(body: bytes) -> None:
     with pytest.raises(InvalidRequest) as refused:
         parse_json(body)
     assert refused.value.code == "invalid_json"
+
+
+async def test_a_long_text_is_tokenised_without_stopping_the_event_loop() -> None:
+    text = "word " * 200_000
+    gaps: list[float] = []
+
+    async def tick() -> None:
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(0.001)
+            gaps.append(time.monotonic() - last)
+            last = time.monotonic()
+
+    ticking = asyncio.create_task(tick())
+    started = time.monotonic()
+    ids = await TOKENIZER.encode(text, add_special_tokens=True)
+    elapsed = time.monotonic() - started
+    ticking.cancel()
+    assert len(ids) == len(text) and max(gaps) < max(0.2, elapsed / 2)
 
 
 JSON = st.recursive(
