@@ -27,7 +27,14 @@ def main() -> None:
     rows = []
     for _ in range(arguments.repeats):
         prompt = [rng.randrange(1000, 40000) for _ in range(arguments.prompt_tokens)]
-        body = {"model": arguments.model, "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "timeline": True}
+        body = {
+            "model": arguments.model,
+            "prompt": prompt,
+            "max_tokens": 8,
+            "temperature": 0,
+            "ignore_eos": True,
+            "timeline": True,
+        }
         reply = httpx.post(f"{arguments.url}/v1/completions", json=body, timeout=300)
         reply.raise_for_status()
         timeline = reply.json()["baton"]

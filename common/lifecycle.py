@@ -28,6 +28,7 @@ class Lifecycle:
         self._loop = asyncio.get_running_loop()
         self._drain_asked = asyncio.Event()
         self._stop_asked = asyncio.Event()
+        self._num_signals = 0
 
     def install_signal_handlers(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -38,7 +39,9 @@ class Lifecycle:
             self._loop.remove_signal_handler(number)
 
     def _on_signal(self, name: str) -> None:
-        if self._drain_asked.is_set():
+        # Counted by themselves: an orchestrator asks for a drain first and sends its one SIGTERM after that.
+        self._num_signals += 1
+        if self._num_signals > 1:
             LOG.warn("stop_asked", signal=name)
             self._stop_asked.set()
         else:
@@ -60,11 +63,12 @@ class Lifecycle:
         self._stop_asked.set()
 
     def fail_threadsafe(self, event: str, /, **fields: object) -> None:
+        """`fail` from any thread. The exit code is set at once: the loop may be at its end and never run what it is handed."""
+        self.exit_code = EXIT_FAILED
         try:
             self._loop.call_soon_threadsafe(lambda: self.fail(event, **fields))
-        except RuntimeError:  # the loop is closed: the process is at its end already, only the exit code is left to set
+        except RuntimeError:  # the loop is closed
             LOG.error(event, **fields)
-            self.exit_code = EXIT_FAILED
 
     async def drain_asked(self) -> None:
         """Returns when the process should stop taking work (or stop at once: see `is_stopping`)."""

@@ -53,13 +53,21 @@ def _plain(value: object) -> object:
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
-    text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+    text = value if isinstance(value, str) else _as_json(value)
     if len(text) > FIELD_CHARS_MAX:
         half = FIELD_CHARS_MAX // 2
         return f"{text[:half]}…{text[-half:]}"
     if isinstance(value, str) or "NaN" in text or "Infinity" in text:
         return text
     return json.loads(text)
+
+
+def _as_json(value: object) -> str:
+    """Whatever the value is: a line that cannot be written would be lost, and the library's complaint about it is no JSON."""
+    try:
+        return json.dumps(value, default=str, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):  # a key that is no text, a circle
+        return json.dumps(str(value), ensure_ascii=False)
 
 
 class EventLogger:

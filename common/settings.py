@@ -89,7 +89,11 @@ def _flag(name: str) -> str:
 
 
 def _is_secret(field: FieldInfo) -> bool:
-    return field.annotation is SecretStr
+    return _mentions_secret(field.annotation)
+
+
+def _mentions_secret(annotation: object) -> bool:
+    return annotation is SecretStr or any(_mentions_secret(part) for part in get_args(annotation))
 
 
 def _choices(field: FieldInfo) -> list[str] | None:

@@ -52,6 +52,7 @@ class LinkDialler:
         self._on_message = on_message
         self._on_lost = on_lost
         self._peers: dict[str, _Peer] = {}
+        self._used_s: dict[Link, float] = {}
 
     @property
     def links(self) -> list[Link]:
@@ -79,6 +80,17 @@ class LinkDialler:
                     return link
             # The plane must have forgotten the peer before it can be connected again.
             await known.gone.wait()
+
+    def used(self, link: Link) -> None:
+        """The link's idle time starts anew."""
+        if link.is_open:
+            self._used_s[link] = self._clock.monotonic()
+
+    async def close_idle(self, now: float, busy: set[Link]) -> None:
+        """Says goodbye on the links that have been idle for too long; those in `busy` are in use."""
+        for link in self.links:
+            if link not in busy and now - self._used_s.setdefault(link, now) >= self._settings.idle_link_s:
+                await link.close("idle")
 
     async def close(self, reason: str) -> None:
         """Says goodbye on every link; the supervising tasks end by themselves."""
@@ -125,6 +137,7 @@ class LinkDialler:
         link.abort("closing")
         if peer.ready.exception() is None:
             self._count(LINKS_LOST, 1)
+            self._used_s.pop(link, None)
             self._on_lost(link, link.close_reason or "closing")
         if runner is not None:
             await asyncio.wait({runner}, timeout=self._settings.suspect_s)

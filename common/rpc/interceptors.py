@@ -17,7 +17,7 @@ OPEN_PREFIX = "/grpc.health.v1.Health/"
 
 
 class ClusterGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Refuses calls without the cluster's proof with UNAUTHENTICATED, before any message is read. Constant-time compare."""
+    """Refuses calls without the cluster's proof with UNAUTHENTICATED, before any message is parsed. Constant-time compare."""
 
     def __init__(self, secret: bytes, on_refused: Callable[[], None]) -> None:
         self._proof = cluster_proof(secret)
@@ -41,7 +41,9 @@ class ClusterGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
 
 def _refusing(handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
-    """A handler of the same kind (stream or not on either side) that only says no."""
+    """A handler of the same kind (stream or not on either side) that only says no. It has no deserializer: a stranger's bytes are not
+    parsed, so that they cannot cost work or turn the refusal into another error.
+    """
 
     async def refuse(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the call does not carry this cluster's proof")
@@ -57,4 +59,4 @@ def _refusing(handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler
         (True, True): (grpc.stream_stream_rpc_method_handler, refuse_stream),
     }
     make, behaviour = makers[handler.request_streaming, handler.response_streaming]
-    return make(behaviour, request_deserializer=handler.request_deserializer, response_serializer=handler.response_serializer)
+    return make(behaviour)

@@ -15,7 +15,11 @@ def open_store(url: str, cluster: str) -> StateStore:
     if url == "memory://":
         return MemoryStateStore(SystemClock())
     if not url.startswith(_REDIS_SCHEMES):
+        raise ValueError(f"redis_url must start with one of {', '.join((*_REDIS_SCHEMES, 'memory://'))}")
+    try:
+        return RedisStateStore(url, cluster)
+    except ValueError:
+        # Neither the message nor the cause: what was taken for a port or a parameter may be a piece of the password.
         raise ValueError(
-            f"redis_url {url.partition('@')[2] or url!r} must start with one of {', '.join((*_REDIS_SCHEMES, 'memory://'))}"
-        )
-    return RedisStateStore(url, cluster)
+            "redis_url cannot be read: a wrong port, an unknown parameter, or a password with special characters not percent-encoded"
+        ) from None

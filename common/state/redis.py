@@ -23,6 +23,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
+from redis.maint_notifications import MaintNotificationsConfig
 
 from common import log
 from common.errors import StoreUnavailable
@@ -44,7 +45,7 @@ CONNECTIONS_MAX = 32
 
 class RedisStateStore:
     def __init__(self, url: str, cluster: str, *, timeout_s: float = 1.0) -> None:
-        """Connects lazily. Raises ValueError for a URL that is no Redis URL."""
+        """Connects lazily. Raises ValueError for a URL that is no Redis URL or has a parameter that no connection knows."""
         self._prefix = f"{{{cluster}}}"
         self._timeout_s = timeout_s
         self._client = redis.asyncio.Redis.from_url(
@@ -56,8 +57,18 @@ class RedisStateStore:
             # but INCR, where a skipped epoch does no harm. A timeout is never tried again: it would double the wait.
             retry=Retry(NoBackoff(), 1, (RedisConnectionError,)),
             decode_responses=True,
+            # Bytes that are no UTF-8 come through as surrogates and fail in `_read`, one value at a time: an exception on the way
+            # would take the other values of a pipeline with it.
+            encoding_errors="surrogateescape",
+            # Where these notifications are on (the default over TCP), the pool hands out connections that have unread data.
+            maint_notifications_config=MaintNotificationsConfig(enabled=False),
         )
-        self._places = asyncio.Semaphore(CONNECTIONS_MAX)
+        pool = self._client.connection_pool
+        try:
+            pool.connection_class(**pool.connection_kwargs)  # connects nothing
+        except TypeError as error:
+            raise ValueError(f"the store's URL has a parameter that no connection knows: {error}") from error
+        self._places = asyncio.Semaphore(pool.max_connections)  # the URL may ask for another number
         self._under_way: set[asyncio.Task[Any]] = set()
         self._unreadable: set[str] = set()
         script = self._client.register_script
@@ -164,11 +175,18 @@ class RedisStateStore:
         return None if text is None else self._read(codec.decode_journal, text, f"journal:{request_id}")
 
     async def list_journal(self, limit: int = 1000) -> list[JournalEntry]:
-        if limit <= 0:
-            return []
-        request_ids = await self._call(self._client.zrevrange, self._key("journal"), 0, limit - 1)
-        if not request_ids:
-            return []
+        entries: dict[RequestId, JournalEntry] = {}
+        first = 0
+        # The index also names expired entries, which must not hide live ones behind them.
+        while (num_missing := limit - len(entries)) > 0:
+            request_ids = await self._call(self._client.zrevrange, self._key("journal"), first, first + num_missing - 1)
+            if not request_ids:
+                break
+            first += len(request_ids)
+            entries |= {entry.request_id: entry for entry in await self._read_journal_entries(request_ids)}
+        return sorted(entries.values(), key=lambda entry: -entry.updated_wall_s)
+
+    async def _read_journal_entries(self, request_ids: list[str]) -> list[JournalEntry]:
         pipeline = self._client.pipeline(transaction=False)
         for request_id in request_ids:
             pipeline.hget(self._key("journal", request_id), "entry")
@@ -180,10 +198,10 @@ class RedisStateStore:
         ]
         return [entry for entry in entries if entry is not None]
 
-    def _read(self, decode: Callable[[str], T], text: str, name: str) -> T | None:
+    def _read(self, decode: Callable[[bytes], T], text: str, name: str) -> T | None:
         """The value, or None for one that this version cannot read; said once per value, for readers poll."""
         try:
-            return decode(text)
+            return decode(text.encode())
         except codec.UNREADABLE as error:
             if name not in self._unreadable:
                 if len(self._unreadable) >= UNREADABLE_MAX:

@@ -201,7 +201,7 @@ class _WorkerProcess:
         servicer = WorkerServicer(worker)
         gate = ClusterGate(settings.secret_bytes, self._metrics.unauthenticated)
         server = grpc.aio.server(interceptors=[gate], options=SERVER_OPTIONS)
-        pb_grpc.add_WorkerServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+        pb_grpc.add_WorkerServicer_to_server(servicer, server)
         health_servicer = HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
         port = server.add_insecure_port(f"{settings.host}:{settings.grpc_port}")
