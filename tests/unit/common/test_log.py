@@ -99,3 +99,13 @@ def test_levels_are_kept_and_libraries_speak_from_warning_on(stream: io.StringIO
 def test_an_unknown_level_is_refused() -> None:
     with pytest.raises(ValueError, match="loud"):
         configure_logging(level="loud")
+
+
+def test_a_value_that_json_cannot_say_is_still_one_line(stream: io.StringIO) -> None:
+    circle: list[object] = []
+    circle.append(circle)
+    get_logger("x").event("e", keys={(1, 2): 3}, circle=circle, after=1)
+    (line,) = lines(stream)
+    assert line["keys"] == "{(1, 2): 3}"
+    assert line["circle"] == "[[...]]"
+    assert line["after"] == 1

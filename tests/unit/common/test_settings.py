@@ -9,6 +9,9 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
 
 from common.settings import SettingsError, load_settings, settings_or_exit
+from decode_service.settings import DecodeSettings
+from prefill_service.settings import PrefillSettings
+from router.settings import RouterSettings
 
 
 class Example(BaseModel):
@@ -139,3 +142,31 @@ def test_main_gets_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> 
         settings_or_exit(Example, ["--bogus"], {}, prog="example")
     assert caught.value.code == 2
     assert capsys.readouterr().err.startswith("example: unrecognized arguments: --bogus")
+
+
+class Secrets(BaseModel):
+    """Secrets in less simple types."""
+
+    api_key: SecretStr | None = Field(default=None, description="a key")
+    old_keys: tuple[SecretStr, ...] = Field(default=(), description="more keys")
+
+
+def test_an_optional_or_repeated_secret_is_no_flag_either() -> None:
+    for flag in ("--api-key", "--old-keys"):
+        with pytest.raises(SettingsError, match="unrecognized"):
+            load_settings(Secrets, [flag, "x"], {})
+    settings = load_settings(Secrets, [], {"BATON_API_KEY": "hunter2"})
+    assert settings.api_key is not None
+    assert settings.api_key.get_secret_value() == "hunter2"
+    with pytest.raises(SettingsError, match="BATON_OLD_KEYS") as caught:
+        load_settings(Secrets, [], {"BATON_OLD_KEYS": "hunter2"})
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("service", [RouterSettings, PrefillSettings, DecodeSettings])
+def test_no_service_takes_its_secret_on_the_command_line(service: type[BaseModel]) -> None:
+    with pytest.raises(SettingsError, match="--cluster-secret"):
+        load_settings(service, ["--cluster-secret", "x" * 32], {})
+    with pytest.raises(SettingsError, match="BATON_CLUSTER_SECRET: has 7 characters") as caught:
+        load_settings(service, ["--model", "m", "--redis-url", "memory://"], {"BATON_CLUSTER_SECRET": "hunter2"})
+    assert "hunter2" not in str(caught.value)

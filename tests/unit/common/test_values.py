@@ -24,6 +24,7 @@ from common.ids import (
     new_router_id,
 )
 from common.state import codec
+from common.state.store import JournalEntry
 from common.types import BlockCensus, Role, WorkerInfo, WorkerLoad, WorkerState
 from common.version import VERSION
 
@@ -120,3 +121,45 @@ def test_a_record_with_a_field_of_another_version_is_unreadable_not_misread() ->
     record = json.loads(codec.encode_worker(replace(INFO, pid=2))) | {"new_field": 1}
     with pytest.raises(codec.UNREADABLE):
         codec.decode_worker(json.dumps(record))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("block_size", "16"),
+        ("block_size", 16.0),
+        ("pid", True),
+        ("worker_id", 7),
+        ("model", None),
+        ("load", []),
+        ("role", "cook"),
+    ],
+)
+def test_a_worker_record_with_a_value_of_the_wrong_type_is_unreadable_not_misread(name: str, value: object) -> None:
+    record = json.loads(codec.encode_worker(INFO)) | {name: value}
+    with pytest.raises(codec.UNREADABLE):
+        codec.decode_worker(json.dumps(record))
+
+
+@pytest.mark.parametrize("change", [{"num_running": "3"}, {"num_running": 1.5}, {"unknown": 1}])
+def test_a_load_of_the_wrong_form_is_unreadable(change: dict[str, object]) -> None:
+    record = json.loads(codec.encode_worker(INFO))
+    record["load"] |= change
+    with pytest.raises(codec.UNREADABLE):
+        codec.decode_worker(json.dumps(record))
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "null", "7", '"total"', '{"total":1}', '{"total":1,"free":1,"cached":0,"held":0,"held_by":{"a":"b"}}']
+)
+def test_a_damaged_census_is_unreadable(text: str) -> None:
+    with pytest.raises(codec.UNREADABLE):
+        codec.decode_census(text)
+
+
+def test_a_journal_entry_survives_and_whole_seconds_are_seconds() -> None:
+    entry = JournalEntry(RequestId("r"), "streaming", 2, "router", "m", updated_wall_s=3.5)
+    assert codec.decode_journal(codec.encode_journal(entry)) == entry
+    assert codec.decode_journal(codec.encode_journal(entry).replace("3.5", "3")).updated_wall_s == 3
+    with pytest.raises(codec.UNREADABLE):
+        codec.decode_journal(codec.encode_journal(entry).replace('"epoch":2', '"epoch":"2"'))
