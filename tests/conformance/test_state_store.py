@@ -29,6 +29,7 @@ from common.state.open import open_store
 from common.state.redis import RedisStateStore
 from common.state.store import JOURNAL_STATES, JournalEntry, StateStore
 from common.types import BlockCensus, Role, WorkerInfo, WorkerLoad, WorkerState
+from tests.fakes.slow_proxy import SlowProxy
 
 CENSUS = BlockCensus(total=8, free=5, cached=1, held=2, held_by={"seq:a#1": 2})
 
@@ -450,44 +451,6 @@ async def test_a_connection_that_breaks_under_a_command_costs_one_more_try_and_n
         assert await store.read_journal(RequestId("r")) == entry("r")
         assert num_breaks == 1
         await store.close()
-
-
-class SlowProxy:
-    """Between the store and the server: replies come late and in pieces, so that cancellation meets every moment of a command."""
-
-    def __init__(self, server_path: str, path: str, random: Random) -> None:
-        self._server_path = server_path
-        self.path = path
-        self._random = random
-        self._server: asyncio.Server | None = None
-
-    async def __aenter__(self) -> SlowProxy:
-        self._server = await asyncio.start_unix_server(self._serve, self.path)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        assert self._server is not None
-        self._server.close()
-        await self._server.wait_closed()
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        up_reader, up_writer = await asyncio.open_unix_connection(self._server_path)
-        try:
-            await asyncio.gather(self._pump(reader, up_writer, slow=False), self._pump(up_reader, writer, slow=True))
-        finally:
-            for end in (writer, up_writer):
-                end.close()
-
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, slow: bool) -> None:
-        with contextlib.suppress(ConnectionError):
-            while data := await reader.read(65536):
-                cut = self._random.randrange(len(data) + 1) if slow else len(data)
-                for part in (data[:cut], data[cut:]):
-                    if slow:
-                        await asyncio.sleep(self._random.random() * 0.002)
-                    writer.write(part)
-                    await writer.drain()
-        writer.close()
 
 
 @pytest.mark.parametrize("hangs", [False, True], ids=["slow", "slow_and_hanging"])
