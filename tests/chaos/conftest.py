@@ -10,12 +10,12 @@ import pytest
 from tests.harness import Fleet, Store, demo_model
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def model() -> Path:
     return demo_model()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def store() -> Iterator[Store]:
     store = Store()
     yield store

@@ -10,19 +10,19 @@ import pytest
 from tests.harness import Fleet, Store, demo_model
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def model() -> Path:
     return demo_model()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def store() -> Iterator[Store]:
     store = Store()
     yield store
     store.stop()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def disaggregated(model: Path, store: Store) -> Iterator[Fleet]:
     """One prefill and one decode worker; every prompt, however short, goes over UCX."""
     with Fleet(model, store.url) as fleet:
@@ -32,7 +32,7 @@ def disaggregated(model: Path, store: Store) -> Iterator[Fleet]:
     assert set(codes.values()) == {0}, codes
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def aggregated(model: Path, store: Store) -> Iterator[Fleet]:
     """One decode worker alone."""
     with Fleet(model, store.url, prefill=0) as fleet:

@@ -18,6 +18,7 @@ import pytest
 from baton.children import Child, ChildSpec, describe_exit, tail
 from baton.supervisor import Notice, RestartPolicy, Supervisor
 from common.clock import SystemClock
+from tests.processes import live_children
 
 FAST = RestartPolicy(first_delay_s=0.01, delay_max_s=0.02, restarts_max=3, window_s=60)
 
@@ -49,6 +50,7 @@ async def supervising(
     folder: Path, policy: RestartPolicy = FAST, essential: str = "router"
 ) -> AsyncIterator[tuple[Supervisor, asyncio.Queue[Notice]]]:
     """A supervisor that is stopped in any case, with a check that it leaves no process of ours."""
+    before = live_children()
     notices: asyncio.Queue[Notice] = asyncio.Queue()
     supervisor = Supervisor(
         log_folder=folder,
@@ -63,7 +65,7 @@ async def supervising(
         hurry = asyncio.Event()
         hurry.set()
         await supervisor.stop(5, hurry)
-        assert [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE] == []
+        assert live_children() <= before
 
 
 async def until_up(log: Path, text: str = "up") -> str:

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 from rich.console import Console
 
@@ -24,6 +23,7 @@ from baton.main import build_parser
 from baton.subprocess_probe import Outcome
 from baton.up import StartFailed, Up, options_from
 from common.state.open import open_store
+from tests.processes import live_children
 
 FAKE = str(Path(__file__).with_name("fake_fleet.py"))
 
@@ -33,6 +33,7 @@ class World:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
+        self.children_before = live_children()
         self.output = io.StringIO()
         self.manner = {"prefill-0": "good", "decode-0": "good"}
         self.model = Outcome(0, "/models/demo\n", "")
@@ -70,7 +71,7 @@ class World:
         assert os.read(read_fd, 10) == b"ready\n", self.output.getvalue()
 
     def assert_nothing_left(self) -> None:
-        assert [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE] == []
+        assert live_children() <= self.children_before
         assert not Instance("default").is_running()
         assert {path.name for path in (self.folder / "state" / "baton" / "default").iterdir()} == {"lock", "logs"}
 
