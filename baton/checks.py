@@ -159,7 +159,9 @@ def try_sibling_read() -> str | None:
 
 def check_rdma(folder: Path = Path("/sys/class/infiniband")) -> Finding:
     devices = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
-    return Finding("rdma", "ok", ", ".join(devices) or "no device: UCX uses CMA on one host and TCP between hosts")
+    return Finding(
+        "rdma", "ok", ", ".join(devices) or "no device: UCX works within one host (CMA); between hosts use --transport tcp"
+    )
 
 
 def cache_home() -> Path:

@@ -47,6 +47,7 @@ def make_decode_role(settings: DecodeSettings) -> MakeRole:
             receiver=receiver,
             endpoint=endpoint,
             describe_worker=context.describe,
+            on_fault=context.on_fatal,
             clock=context.clock,
             limits=DecodeLimits(
                 host.spec.vocab_size, settings.block_size, host.max_sequence_tokens, settings.transfer_deadline_s

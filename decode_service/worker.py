@@ -22,6 +22,7 @@ from common.errors import (
     HandoffFailed,
     Internal,
     InvalidRequest,
+    WorkerUnavailable,
     error_from_kind,
 )
 from common.ids import AttemptKey
@@ -57,11 +58,11 @@ class Attempt:
     stage: Stage
     received_s: float
     reserve: pb.Reserve | None = None
+    has_receive_begun: bool = False
     reserved_s: float = 0.0
     handoff: HandoffTimeline | None = None
     receiving: asyncio.Task[None] | None = None
     deadline: asyncio.TimerHandle | None = None
-    num_reported: int = 0
     failure: BatonError | None = None
     abort_reason: str = ""
     first_token_s: float = 0.0
@@ -85,6 +86,7 @@ class DecodeWorker:
     receiver: KVReceiver
     endpoint: KVEndpoint
     describe_worker: Callable[[], pb.WorkerDescription]
+    on_fault: Callable[[BaseException], None]
     clock: Clock
     limits: DecodeLimits
     metrics: WorkerMetrics
@@ -125,7 +127,7 @@ class DecodeWorker:
                 wire_attempt, sequence, vocab_size=self.limits.vocab_size, max_sequence_tokens=self.limits.max_sequence_tokens
             )
             stage = Stage.LOCAL if reserve is None else Stage.RESERVING
-            attempt = Attempt(key, session, spec, stage, now, reserve, num_reported=len(spec.token_ids) - spec.num_prompt_tokens)
+            attempt = Attempt(key, session, spec, stage, now, reserve)
             self.submit(commands.Generate(spec) if reserve is None else commands.Reserve(spec))
         except BatonError as error:
             self._post_failed(session, wire_attempt, error)
@@ -165,6 +167,8 @@ class DecodeWorker:
         """An abort must not be lost to a full queue: it is tried again until the engine has room."""
         try:
             self.submit(commands.Abort(key, reason))
+        except WorkerUnavailable:
+            pass  # the engine has stopped, and all its sequences with it
         except BatonError:
             asyncio.get_running_loop().call_later(0.05, self._submit_abort, key, reason)
 
@@ -233,10 +237,21 @@ class DecodeWorker:
         reserved = pb.Reserved(num_cached_tokens=event.num_cached_tokens, num_blocks=len(event.block_ids))
         attempt.session.post(pb.Event(attempt=attempt_message(attempt.key), reserved=reserved))
         attempt.receiving = asyncio.create_task(self._receive(attempt, attempt.reserve, event), name=f"receive:{attempt.key}")
+        attempt.receiving.add_done_callback(lambda task: self._on_receive_done(attempt, task))
+
+    def _on_receive_done(self, attempt: Attempt, task: asyncio.Task[None]) -> None:
+        """A cancelled receive has settled, or never began: a task that is cancelled before its first step runs nothing at all."""
+        if task.cancelled():
+            if not attempt.has_receive_begun and attempt.reserve is not None:
+                self._refuse_at_prefill(attempt.reserve, attempt.failure or ClientCancelled(attempt.abort_reason or "cancelled"))
+            self._submit_abort(attempt.key, attempt.abort_reason or "cancelled")
+        elif (error := task.exception()) is not None:
+            self.on_fault(error)
 
     async def _receive(self, attempt: Attempt, reserve: pb.Reserve, reserved: commands.Reserved) -> None:
         """Runs one handoff to its end. Whatever way it ends, nothing touches the blocks when the engine hears of it."""
         key = attempt.key
+        attempt.has_receive_begun = True
         try:
             received = await self.receiver.receive(
                 handoff_id=reserve.handoff_id,
@@ -249,9 +264,6 @@ class DecodeWorker:
                 deadline_s=self.limits.transfer_s,
             )
             self.submit(commands.Commit(key, received.first_token_id))
-        except asyncio.CancelledError:
-            self._submit_abort(key, attempt.abort_reason or "cancelled")
-            raise
         except Internal as error:
             # A scatter that outlasted its quarantine may still write: these blocks are never freed, the process is replaced.
             self._end_failed(attempt, error)
@@ -262,7 +274,6 @@ class DecodeWorker:
             self._submit_abort(key, error.kind)
             return
         attempt.stage = Stage.GENERATING
-        attempt.num_reported += 1
         attempt.handoff = replace(
             received.timeline,
             reserved_s=attempt.reserved_s,

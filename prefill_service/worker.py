@@ -13,7 +13,15 @@ from dataclasses import dataclass, field
 
 from common import log
 from common.clock import Clock
-from common.errors import BatonError, DeadlineExceeded, Draining, HandoffFailed, InvalidRequest, error_from_kind
+from common.errors import (
+    BatonError,
+    DeadlineExceeded,
+    Draining,
+    HandoffFailed,
+    InvalidRequest,
+    WorkerUnavailable,
+    error_from_kind,
+)
 from common.ids import AttemptKey, HandoffId
 from common.metrics import WorkerMetrics
 from common.rpc import convert
@@ -146,6 +154,8 @@ class PrefillWorker:
         """An abort or a release must not be lost to a full queue: it is tried again until the engine has room."""
         try:
             self.submit(command)
+        except WorkerUnavailable:
+            pass  # the engine has stopped, and all its sequences with it
         except BatonError:
             asyncio.get_running_loop().call_later(0.05, self._submit_surely, command)
 

@@ -12,6 +12,7 @@ import socket
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from traceback import format_exception as traceback_lines
 from typing import Protocol
 
 import grpc
@@ -182,7 +183,16 @@ class _WorkerProcess:
 
     def _on_step_events(self, step: StepEvents) -> None:
         assert self._worker is not None, "the engine reported a step before anybody could have asked for one"
-        self._worker.on_step_events(step)
+        try:
+            self._worker.on_step_events(step)
+        except Exception as error:
+            # A bug in a worker's bookkeeping: what it holds is no longer known, so the process is replaced.
+            self._fault("worker_failed", error)
+
+    def _fault(self, event: str, error: BaseException) -> None:
+        """An exception that nobody expected, with its traceback in the log; the process stops with a non-zero code."""
+        traceback = "".join(traceback_lines(error))
+        self._lifecycle.fail(event, error=repr(error), traceback=traceback)
 
     # serving ------------------------------------------------------------------------------------------------------
 
@@ -195,10 +205,10 @@ class _WorkerProcess:
             clock=self._clock,
             metrics=self._metrics,
             describe=lambda: describe_message(*self._describe(host, worker)),
-            on_fatal=lambda error: self._lifecycle.fail("fabric_failed", error=repr(error)),
+            on_fatal=lambda error: self._fault("fabric_failed", error),
         )
         worker = self._worker = await self._make_role(context)
-        servicer = WorkerServicer(worker)
+        servicer = WorkerServicer(worker, lambda error: self._fault("command_failed", error))
         gate = ClusterGate(settings.secret_bytes, self._metrics.unauthenticated)
         server = grpc.aio.server(interceptors=[gate], options=SERVER_OPTIONS)
         pb_grpc.add_WorkerServicer_to_server(servicer, server)

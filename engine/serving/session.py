@@ -8,7 +8,7 @@ callback and so leaves as one message: cost grows with steps, not with tokens. I
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
 import grpc
@@ -80,8 +80,10 @@ class CommandHandler(Protocol):
 class WorkerServicer(pb_grpc.WorkerServicer):
     """gRPC in front of a CommandHandler; the same for both roles."""
 
-    def __init__(self, handler: CommandHandler) -> None:
+    def __init__(self, handler: CommandHandler, on_fault: Callable[[BaseException], None]) -> None:
+        """`on_fault` is told of an exception in the handler: that is a bug, and the worker stops."""
         self._handler = handler
+        self._on_fault = on_fault
         self._sessions: set[RouterSession] = set()
 
     async def Session(
@@ -109,7 +111,11 @@ class WorkerServicer(pb_grpc.WorkerServicer):
     async def _read(self, session: RouterSession, commands: AsyncIterator[pb.Command]) -> None:
         try:
             async for command in commands:
-                self._handler.on_command(session, command)
+                try:
+                    self._handler.on_command(session, command)
+                except Exception as error:
+                    self._on_fault(error)
+                    raise
         finally:
             session.close()
 

@@ -26,7 +26,7 @@ from common.redis_server import EmbeddedRedis
 from common.state import store as contract
 from common.state.memory import MemoryStateStore
 from common.state.open import open_store
-from common.state.redis import RedisStateStore
+from common.state.redis import COMMANDS_MAX, RedisStateStore
 from common.state.store import JOURNAL_STATES, JournalEntry, StateStore
 from common.types import BlockCensus, Role, WorkerInfo, WorkerLoad, WorkerState
 from tests.fakes.slow_proxy import SlowProxy
@@ -181,6 +181,15 @@ async def test_an_older_incarnation_cannot_overwrite_its_successor(subject: Subj
     assert await subject.store.publish_worker(new, CENSUS, 30.0)
 
 
+async def test_an_older_incarnation_may_publish_once_its_successor_has_fallen_silent(subject: Subject) -> None:
+    await subject.store.publish_worker(worker("a", "old"), CENSUS, 30.0)
+    await subject.store.publish_worker(worker("a", "new"), CENSUS, 0.2)
+    assert not await subject.store.publish_worker(worker("a", "old"), CENSUS, 30.0)
+    await subject.pass_time(0.4)
+    assert await subject.store.publish_worker(worker("a", "old"), CENSUS, 30.0)
+    assert [info.incarnation for info in await subject.store.list_workers()] == ["old"]
+
+
 async def test_incarnations_remembered_are_bounded_and_the_newest_still_wins(
     subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,6 +199,9 @@ async def test_incarnations_remembered_are_bounded_and_the_newest_still_wins(
         assert await subject.store.publish_worker(worker("a", f"life-{number}"), CENSUS, 30.0)
     assert not await subject.store.publish_worker(worker("a", "life-10"), CENSUS, 30.0)
     assert [info.incarnation for info in await subject.store.list_workers()] == ["life-11"]
+    assert await subject.store.publish_worker(worker("a", "life-0"), CENSUS, 30.0), (
+        "a life that was forgotten counts as a new one"
+    )
 
 
 async def test_only_its_own_incarnation_removes_a_worker(subject: Subject) -> None:
@@ -275,6 +287,10 @@ async def test_the_journals_listing_is_bounded(subject: Subject, monkeypatch: py
     for number in range(12):
         await subject.store.write_journal(entry(f"r{number:02}", updated=float(number)), 30.0)
     assert [e.request_id for e in await subject.store.list_journal()] == [f"r{number:02}" for number in range(11, 6, -1)]
+    await subject.store.write_journal(entry("r07", updated=20.0), 30.0)
+    await subject.store.write_journal(entry("r12", updated=21.0), 30.0)
+    listed = [e.request_id for e in await subject.store.list_journal()]
+    assert listed == ["r12", "r07", "r11", "r10", "r09"], "what was updated last leaves last"
 
 
 async def test_a_store_that_answers_pings_true(subject: Subject) -> None:
@@ -388,6 +404,7 @@ async def test_more_commands_than_may_wait_are_refused_at_once(own_server: Embed
     start = time.monotonic()
     results = await asyncio.gather(*[own_store.read_journal(RequestId("r")) for _ in range(600)], return_exceptions=True)
     assert all(isinstance(result, StoreUnavailable) for result in results)
+    assert sum("commands wait for the store already" in str(result) for result in results) == 600 - COMMANDS_MAX
     assert time.monotonic() - start < 2.0, "the waits must not add up"
     os.kill(own_server.pid, signal.SIGCONT)
     assert await asyncio.gather(*[own_store.next_epoch(RequestId("r")) for _ in range(40)])

@@ -206,6 +206,33 @@ async def test_a_removed_worker_may_be_published_again_and_nobody_else_is_touche
     assert await store.list_workers() == [worker("a"), worker("b")]
 
 
+async def test_what_is_gone_leaves_nothing_in_the_indexes(
+    store: RedisStateStore, raw: redis.asyncio.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("common.state.redis.INCARNATIONS_MAX", 4)
+    for number in range(10):
+        await store.publish_worker(worker("a", f"life-{number}"), CENSUS, 30.0)
+    assert await raw.zcard("{own}:orders:a") == 4
+    for number in range(5):
+        await store.publish_worker(worker(f"short-{number}"), CENSUS, 0.001)
+    await store.publish_worker(worker("gone"), CENSUS, 30.0)
+    await store.remove_worker(WorkerId("gone"), "first")
+    await raw.zadd("{own}:workers", {f"short-{number}": 1 for number in range(5)})  # long expired, whatever the clocks say
+    await store.publish_worker(worker("b"), CENSUS, 30.0)
+    assert await raw.zrange("{own}:workers", 0, -1) == [b"a", b"b"]
+
+
+async def test_closing_waits_for_the_commands_under_way(server: EmbeddedRedis, store: RedisStateStore, tmp_path: Path) -> None:
+    """The last word of a service, its final journal entries and the removal of its record, must not be cut off."""
+    async with SlowProxy(server.url.removeprefix("unix://"), f"{tmp_path}/slow.sock", Random(5)) as proxy:
+        leaving = RedisStateStore(f"unix://{proxy.path}", "own", timeout_s=5.0)
+        tasks = [asyncio.create_task(leaving.write_journal(entry(f"r{number}", "finished"), 30.0)) for number in range(20)]
+        await asyncio.sleep(0)  # lets them start
+        await leaving.close()
+        assert await asyncio.gather(*tasks) == [True] * 20
+    assert len(await store.list_journal()) == 20
+
+
 async def test_a_store_at_its_memory_bound_is_unavailable_and_says_why(store: RedisStateStore, raw: redis.asyncio.Redis) -> None:
     assert await store.publish_worker(worker("a"), CENSUS, 30.0)
     await raw.config_set("maxmemory", "1")

@@ -56,6 +56,8 @@ def test_preemptions_are_a_counter_that_scraping_threads_do_not_count_twice() ->
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda _: metrics.render(), range(40)))
     assert value(metrics, "baton_preemptions_total", **LABELS) == 5
+    metrics.on_scrape(lambda: metrics.update(WorkerLoad(), BlockCensus(8, 8, 0, 0), 3))
+    assert value(metrics, "baton_preemptions_total", **LABELS) == 5, "a snapshot that is overtaken by a newer one changes nothing"
 
 
 def test_a_handoff_counts_bytes_frames_and_its_three_times() -> None:
