@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import json
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from enum import Enum
 from typing import Any
@@ -37,39 +38,31 @@ async def read_fleet(redis_url: str, cluster: str) -> tuple[list[WorkerInfo], di
         await store.close()
 
 
-def workers_table(workers: list[WorkerInfo]) -> Table:
+WIDE_COLUMNS = 150
+"""Below this many columns a terminal gets the short table of workers; `--json` has everything in any case."""
+
+
+def workers_table(workers: list[WorkerInfo], width: int = WIDE_COLUMNS) -> Table:
     table = Table(title=f"workers ({len(workers)})", title_justify="left")
-    for column in (
-        "worker",
-        "role",
-        "state",
-        "incarnation",
-        "pid",
-        "address",
-        "kv",
-        "dtype",
-        "running",
-        "waiting",
-        "handoffs",
-        "free blocks",
-    ):
-        table.add_column(column, overflow="fold")
+    columns: list[tuple[str, bool, Callable[[WorkerInfo], str]]] = [
+        ("worker", False, lambda info: info.worker_id),
+        ("role", False, lambda info: info.role.value),
+        ("state", False, lambda info: info.state.value),
+        ("incarnation", True, lambda info: info.incarnation),
+        ("pid", False, lambda info: str(info.pid)),
+        ("address", True, lambda info: info.grpc_address),
+        ("kv", True, lambda info: f"{info.kv_scheme}://{info.kv_address}" if info.kv_address else info.kv_scheme),
+        ("dtype", True, lambda info: info.dtype),
+        ("running", False, lambda info: str(info.load.num_running)),
+        ("waiting", False, lambda info: str(info.load.num_waiting)),
+        ("handoffs", False, lambda info: str(info.load.num_handoffs)),
+        ("free blocks", True, lambda info: f"{info.load.num_blocks_available}/{info.num_blocks}"),
+    ]
+    shown = [(name, show) for name, is_wide, show in columns if width >= WIDE_COLUMNS or not is_wide]
+    for name, _ in shown:
+        table.add_column(name, overflow="fold")
     for info in workers:
-        load = info.load
-        table.add_row(
-            info.worker_id,
-            info.role.value,
-            info.state.value,
-            info.incarnation,
-            str(info.pid),
-            info.grpc_address,
-            f"{info.kv_scheme}://{info.kv_address}" if info.kv_address else info.kv_scheme,
-            info.dtype,
-            str(load.num_running),
-            str(load.num_waiting),
-            str(load.num_handoffs),
-            f"{load.num_blocks_available}/{info.num_blocks}",
-        )
+        table.add_row(*[show(info) for _, show in shown])
     return table
 
 
@@ -140,5 +133,5 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         console.print(as_json(workers, ownership, entries), markup=False, highlight=False, soft_wrap=True)
         return 0
-    console.print(workers_table(workers), requests_table(entries, time.time()), blocks_table(ownership))
+    console.print(workers_table(workers, console.width), requests_table(entries, time.time()), blocks_table(ownership))
     return 0
