@@ -37,6 +37,7 @@ from common.types import BlockCensus, Role, WorkerInfo, WorkerState
 from common.version import VERSION
 from engine.commands import StepEvents
 from engine.serving.engine_host import EngineHost, start_engine
+from engine.serving.loop_faults import watch_loop
 from engine.serving.registration import Registration
 from engine.serving.session import CommandHandler, WorkerServicer
 from engine.serving.settings import WorkerSettings, parse_cpus
@@ -125,6 +126,7 @@ class _WorkerProcess:
     async def run(self) -> int:
         self._lifecycle.install_signal_handlers()
         log.configure_logging(service=self._role.value, worker=self._worker_id)
+        watch_loop(asyncio.get_running_loop(), lambda error: self._fault("callback_failed", error))
         try:
             host = await self._start_engine()
         except (OSError, ValueError) as error:
@@ -189,6 +191,11 @@ class _WorkerProcess:
             # A bug in a worker's bookkeeping: what it holds is no longer known, so the process is replaced.
             self._fault("worker_failed", error)
 
+    def _on_background_ended(self, task: asyncio.Task[None]) -> None:
+        """They are awaited only at the end: without this a registration or a watch that broke would be missed until then."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fault("background_failed", error)
+
     def _fault(self, event: str, error: BaseException) -> None:
         """An exception that nobody expected, with its traceback in the log; the process stops with a non-zero code."""
         traceback = "".join(traceback_lines(error))
@@ -234,6 +241,8 @@ class _WorkerProcess:
             asyncio.create_task(registration.run(), name="registration"),
             asyncio.create_task(self._watch(host, worker), name="watch"),
         ]
+        for task in background:
+            task.add_done_callback(self._on_background_ended)
         LOG.event("worker_ready", grpc=self._grpc_address, kv=worker.kv_address, transport=settings.transport, pid=os.getpid())
         try:
             await self._until_drained(worker, registration, health_servicer)
