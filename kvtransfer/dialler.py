@@ -28,6 +28,7 @@ class _Peer:
     ready: asyncio.Future[Link]
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     is_ending: bool = False
+    task: asyncio.Task[None] | None = None
 
 
 class LinkDialler:
@@ -53,6 +54,7 @@ class LinkDialler:
         self._on_lost = on_lost
         self._peers: dict[str, _Peer] = {}
         self._used_s: dict[Link, float] = {}
+        self._is_closing = False
 
     @property
     def links(self) -> list[Link]:
@@ -68,12 +70,14 @@ class LinkDialler:
         """
         while True:
             known = self._peers.get(peer)
+            if self._is_closing:
+                raise HandoffFailed(f"no link to {peer} any more: the worker stops")
             if known is None:
                 if len(self._peers) >= self._settings.links_max:
                     raise HandoffFailed(f"{len(self._peers)} links are open, no place for one to {peer}")
                 known = _Peer(peer, address, asyncio.get_running_loop().create_future())
                 self._peers[peer] = known
-                self._tasks.spawn(self._supervise(known), f"kv-link-{peer}")
+                known.task = self._tasks.spawn(self._supervise(known), f"kv-link-{peer}")
             if not known.is_ending:
                 link = await asyncio.shield(known.ready)
                 if link.is_open:
@@ -93,7 +97,13 @@ class LinkDialler:
                 await link.close("idle")
 
     async def close(self, reason: str) -> None:
-        """Says goodbye on every link; the supervising tasks end by themselves."""
+        """Says goodbye on every link and gives up those that are still being dialled; the supervising tasks end by themselves."""
+        self._is_closing = True
+        for peer in self._peers.values():
+            if not peer.ready.done() and peer.task is not None:
+                # Also for a task that has not had its first step: cancelled, it would never answer those who wait.
+                self._fail(peer, HandoffFailed(f"no link to {peer.name}: {reason}"))
+                peer.task.cancel()
         async with asyncio.TaskGroup() as group:
             for link in self.links:
                 group.create_task(link.close(reason))

@@ -153,12 +153,15 @@ class KVSender:
     def abort(self, handoff_id: str, reason: str, kind: str = "ClientCancelled", epoch: int | None = None) -> bool:
         """Gives the handoff up; the receiver is told at once. False if it is unknown here.
 
-        With `epoch`, an attempt that was never offered is remembered too, and its open is answered at once when it comes.
+        With `epoch`, only that attempt is given up: one that was never offered is remembered, so that its open is answered at
+        once when it comes, and an attempt of a newer epoch goes on.
         """
         entry = self._handoffs.get(handoff_id)
-        if entry is not None:
+        if entry is not None and epoch in (None, entry.record.epoch):
             self._handoffs.step(entry, LocalAbort(kind, reason))
             return True
+        if entry is not None and epoch is not None and epoch < entry.record.epoch:
+            return False
         return self._unoffered.abort(handoff_id, Failure(kind, reason), epoch)
 
     async def drain(self, timeout_s: float) -> bool:

@@ -65,11 +65,12 @@ class UnofferedHandoffs:
 
     def abort(self, handoff_id: str, failure: Failure, epoch: int | None) -> bool:
         """Gives up an attempt that was not offered. False if no receiver has spoken of it; with `epoch` it is remembered then."""
-        early = self._early.pop(handoff_id)
-        if early is None:
-            if epoch is not None:
-                self.bury(handoff_id, epoch, failure)
+        early = self._early.get(handoff_id)
+        if epoch is not None:
+            self.bury(handoff_id, epoch, failure)
+        if early is None or (epoch is not None and early.message.epoch > epoch):
             return False
+        self._early.pop(handoff_id)
         self.bury(handoff_id, early.message.epoch, failure)
         if isinstance(early.message, Open):
             early.link.send(Abort(handoff_id, early.message.epoch, failure.kind, short_reason(failure.reason)))
