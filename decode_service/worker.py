@@ -32,12 +32,14 @@ from common.rpc import serving_pb2 as pb
 from common.types import FinishReason, HandoffTimeline, PrefillTimeline
 from engine import commands
 from engine.commands import Command, Event, SequenceSpec, StepEvents
-from engine.serving.sequence_input import parse_attempt, parse_handoff_id, parse_sequence
+from engine.serving.sequence_input import parse_attempt, parse_reserve, parse_sequence
 from engine.serving.session import RouterSession, attempt_key, attempt_message, failed_message
 from kvtransfer.endpoint import KVEndpoint
 from kvtransfer.receiver import KVReceiver
 
 LOG = log.get_logger("decode.worker")
+LAST_REFUSALS_S = 1.0
+"""How long a worker that stops waits for refusals that are still being dialled out."""
 
 
 class Stage(Enum):
@@ -115,14 +117,20 @@ class DecodeWorker:
     ) -> None:
         now = self.clock.monotonic()
         key = attempt_key(wire_attempt)
+        if (running := self._attempts.get(key)) is not None:
+            self._refuse_double(running, session)
+            return
         try:
             parse_attempt(wire_attempt)
+            if reserve is not None:
+                parse_reserve(reserve)
+        except InvalidRequest as error:
+            # Nobody can be told of the refusal either: what names the handoff is what is wrong.
+            self._post_failed(session, wire_attempt, error)
+            return
+        try:
             if self.is_draining:
                 raise Draining("this decode worker is draining")
-            if key in self._attempts:
-                raise InvalidRequest(f"attempt {key} is already running on this worker", param="attempt")
-            if reserve is not None:
-                parse_handoff_id(reserve.handoff_id)
             spec = parse_sequence(
                 wire_attempt, sequence, vocab_size=self.limits.vocab_size, max_sequence_tokens=self.limits.max_sequence_tokens
             )
@@ -138,6 +146,15 @@ class DecodeWorker:
         if sequence.deadline_s > 0:
             loop = asyncio.get_running_loop()
             attempt.deadline = loop.call_later(sequence.deadline_s, self._on_deadline, key, sequence.deadline_s)
+
+    def _refuse_double(self, running: Attempt, session: RouterSession) -> None:
+        """The running attempt goes on, and so does its handoff: a refusal there would end it. Its own router hears nothing,
+        because a `failed` would be taken for the attempt's end."""
+        self.metrics.protocol_error("attempt")
+        LOG.warn("attempt_doubled", attempt=str(running.key), router=session.router_id)
+        if running.session is not session:
+            error = InvalidRequest(f"attempt {running.key} is already running on this worker", param="attempt")
+            session.post(pb.Event(attempt=attempt_message(running.key), failed=failed_message(error)))
 
     def _on_deadline(self, key: AttemptKey, deadline_s: float) -> None:
         attempt = self._attempts.get(key)
@@ -202,7 +219,11 @@ class DecodeWorker:
 
     def _refusal_done(self, task: asyncio.Task[bool]) -> None:
         self._refusals.discard(task)
-        if not task.cancelled() and not task.result():
+        if task.cancelled():
+            return
+        if (error := task.exception()) is not None:
+            self.on_fault(error)
+        elif not task.result():
             LOG.warn("refusal_not_delivered", task=task.get_name())
 
     # engine events ------------------------------------------------------------------------------------------------
@@ -303,7 +324,9 @@ class DecodeWorker:
             self._end_failed(attempt, HandoffFailed(f"attempt {attempt.key} was dropped by the engine"))
             return
         message = attempt_message(attempt.key)
-        finished = pb.Finished(reason=event.reason.value, num_tokens=event.num_tokens)
+        # A sequence may come to its own end in the step that an abort waits behind: its last tokens were not sent then.
+        reason = FinishReason.ABORT if attempt.stage is Stage.ENDING else event.reason
+        finished = pb.Finished(reason=reason.value, num_tokens=event.num_tokens)
         if attempt.reserve is None:
             timeline = PrefillTimeline(
                 received_s=attempt.received_s,
@@ -314,7 +337,7 @@ class DecodeWorker:
                 num_chunks=event.num_chunks,
             )
             attempt.session.post(pb.Event(attempt=message, prefilled=convert.prefill_timeline_to_pb(timeline)))
-        self.metrics.attempt_ended(event.reason.value, "")
+        self.metrics.attempt_ended(reason.value, "")
         self._end(attempt, pb.Event(attempt=message, finished=finished))
 
     # life cycle ---------------------------------------------------------------------------------------------------
@@ -338,11 +361,16 @@ class DecodeWorker:
             self._abort(attempt, error.kind)
 
     async def close(self) -> None:
-        """Settles every handoff and closes the links."""
-        tasks = [a.receiving for a in self._attempts.values() if a.receiving is not None and not a.receiving.done()]
-        for task in [*tasks, *self._refusals]:
+        """Settles every handoff, lets the last refusals out (prefill would wait for a lease instead), closes the links."""
+        receiving = [a.receiving for a in self._attempts.values() if a.receiving is not None and not a.receiving.done()]
+        for task in receiving:
             task.cancel()
-        await asyncio.gather(*tasks, *self._refusals, return_exceptions=True)
+        await asyncio.gather(*receiving, return_exceptions=True)
+        if self._refusals:
+            await asyncio.wait(self._refusals, timeout=LAST_REFUSALS_S)
+        for refusal in list(self._refusals):
+            refusal.cancel()
+        await asyncio.gather(*self._refusals, return_exceptions=True)
         await self.receiver.close()
         await self.endpoint.close()
 

@@ -19,6 +19,7 @@ from common.errors import (
     Draining,
     HandoffFailed,
     InvalidRequest,
+    StaleEpoch,
     WorkerUnavailable,
     error_from_kind,
 )
@@ -29,7 +30,7 @@ from common.rpc import serving_pb2 as pb
 from common.types import FinishReason, PrefillTimeline
 from engine import commands
 from engine.commands import Command, Event, SequenceSpec, StepEvents
-from engine.serving.sequence_input import parse_attempt, parse_handoff_id, parse_sequence
+from engine.serving.sequence_input import is_nameable, parse_attempt, parse_handoff_id, parse_sequence
 from engine.serving.session import RouterSession, attempt_key, attempt_message, failed_message
 from kvtransfer.endpoint import KVEndpoint
 from kvtransfer.sender import HandoffOutcome, KVSender
@@ -94,12 +95,13 @@ class PrefillWorker:
 
     def _take(self, session: RouterSession, prefill: pb.Prefill) -> None:
         key = attempt_key(prefill.attempt)
+        if (running := self._attempts.get(key)) is not None:
+            self._refuse_double(running, session)
+            return
         try:
             parse_attempt(prefill.attempt)
             if self.is_draining:
                 raise Draining("this prefill worker is draining")
-            if key in self._attempts:
-                raise InvalidRequest(f"attempt {key} is already running on this worker", param="attempt")
             handoff_id = HandoffId(parse_handoff_id(prefill.handoff_id))
             spec = parse_sequence(
                 prefill.attempt,
@@ -109,24 +111,30 @@ class PrefillWorker:
             )
             attempt = Attempt(key, session, spec, handoff_id, self.clock.monotonic())
             self.sender.offer(handoff_id, key.epoch, len(spec.token_ids), lambda outcome: self._on_released(attempt, outcome))
-        except BatonError as error:
-            self._fail_early(session, prefill.attempt, error)
-            return
-        try:
             self.submit(commands.Prefill(spec))
         except BatonError as error:
-            # The offer stands already: taking it back releases it, and finds no attempt of ours to end.
-            self.sender.abort(handoff_id, error.message, error.kind)
-            self._fail_early(session, prefill.attempt, error)
+            self._fail_early(session, prefill, error)
             return
         self._attempts[key] = attempt
         deadline_s = prefill.sequence.deadline_s
         if deadline_s > 0:
             attempt.deadline = asyncio.get_running_loop().call_later(deadline_s, self._on_deadline, attempt, deadline_s)
 
-    def _fail_early(self, session: RouterSession, attempt: pb.Attempt, error: BatonError) -> None:
+    def _fail_early(self, session: RouterSession, prefill: pb.Prefill, error: BatonError) -> None:
+        """No attempt was begun. Decode has its leg already or gets it next: its open is answered at once, not by a lease."""
         self.metrics.attempt_ended("failed", error.kind)
-        session.post(pb.Event(attempt=attempt, failed=failed_message(error)))
+        session.post(pb.Event(attempt=prefill.attempt, failed=failed_message(error)))
+        # After StaleEpoch the handoff is somebody else's, who goes on.
+        if not isinstance(error, StaleEpoch) and is_nameable(prefill.attempt, prefill.handoff_id):
+            self.sender.abort(prefill.handoff_id, error.message, error.kind, prefill.attempt.epoch)
+
+    def _refuse_double(self, running: Attempt, session: RouterSession) -> None:
+        """The running attempt goes on. Its own router hears nothing: a `failed` would be taken for the attempt's end."""
+        self.metrics.protocol_error("attempt")
+        LOG.warn("attempt_doubled", attempt=str(running.key), router=session.router_id)
+        if running.session is not session:
+            error = InvalidRequest(f"attempt {running.key} is already running on this worker", param="attempt")
+            session.post(pb.Event(attempt=attempt_message(running.key), failed=failed_message(error)))
 
     def _on_deadline(self, attempt: Attempt, deadline_s: float) -> None:
         attempt.failure = attempt.failure or DeadlineExceeded(f"the request's deadline of {deadline_s:.3f} s has passed")
@@ -162,6 +170,8 @@ class PrefillWorker:
     def _on_released(self, attempt: Attempt, outcome: HandoffOutcome) -> None:
         """The fabric needs the blocks no more, whatever the outcome was."""
         attempt.is_released = True
+        if self._attempts.get(attempt.key) is not attempt:
+            return  # The engine's queue was full: the offer was taken back, and the engine never heard of the sequence.
         if outcome.failure is not None and not attempt.is_aborted and attempt.finish_reason == "handed_over":
             attempt.failure = attempt.failure or error_from_kind(outcome.failure.kind, outcome.failure.reason)
             self._abort(attempt, outcome.failure.kind)

@@ -13,6 +13,9 @@ from common.rpc import serving_pb2 as pb
 from engine.commands import SequenceSpec
 from engine.serving.session import attempt_key
 
+EPOCH_MAX = (1 << 63) - 1
+ADDRESS_LENGTH_MAX = 261
+"""A DNS name of 255 characters, a colon and a port."""
 STOP_TOKENS_MAX = 128
 SALT_BYTES_MAX = 64
 
@@ -23,14 +26,37 @@ def parse_attempt(attempt: pb.Attempt) -> None:
         raise InvalidRequest(
             f"request_id has {len(attempt.request_id)} characters, 1 to {ID_LENGTH_MAX} are allowed", param="request_id"
         )
-    if attempt.epoch < 1:
-        raise InvalidRequest("epoch must be at least 1", param="epoch")
+    if not 1 <= attempt.epoch <= EPOCH_MAX:
+        raise InvalidRequest(f"epoch is {attempt.epoch}, 1 to {EPOCH_MAX} are allowed", param="epoch")
 
 
 def parse_handoff_id(handoff_id: str) -> str:
     if not 0 < len(handoff_id) <= ID_LENGTH_MAX:
         raise InvalidRequest(f"handoff_id has {len(handoff_id)} characters, 1 to {ID_LENGTH_MAX} are allowed", param="handoff_id")
     return handoff_id
+
+
+def is_nameable(attempt: pb.Attempt, handoff_id: str) -> bool:
+    """Whether the fabric can speak of this attempt at all: a refused command may be refused for just that."""
+    try:
+        parse_attempt(attempt)
+        parse_handoff_id(handoff_id)
+    except InvalidRequest:
+        return False
+    return True
+
+
+def parse_reserve(reserve: pb.Reserve) -> None:
+    """Raises InvalidRequest unless the handoff and its prefill worker are named in the form that the fabric takes."""
+    parse_handoff_id(reserve.handoff_id)
+    for param in ("prefill_worker_id", "prefill_incarnation"):
+        length = len(getattr(reserve, param))
+        if not 0 < length < ID_LENGTH_MAX:
+            raise InvalidRequest(f"{param} has {length} characters, 1 to {ID_LENGTH_MAX - 1} are allowed", param=param)
+    address = reserve.prefill_kv_address
+    host, _, port = address.rpartition(":")
+    if not host or len(address) > ADDRESS_LENGTH_MAX or not (port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
+        raise InvalidRequest(f"prefill_kv_address is no host:port: {address[:100]!r}", param="prefill_kv_address")
 
 
 def parse_sequence(attempt: pb.Attempt, message: pb.SequenceSpec, *, vocab_size: int, max_sequence_tokens: int) -> SequenceSpec:
