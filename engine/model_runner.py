@@ -17,6 +17,7 @@ from engine.batch import StepBatch
 from engine.kv_cache import KVCache
 from engine.model_spec import ModelError, ModelSpec, parse_model_spec
 from engine.models.llama import LlamaModel
+from engine.models.llama_weights import load_llama_weights
 from engine.sampler import Sampler
 from engine.weights.safetensors_files import Progress, SafetensorsFolder, read_json, weights_fingerprint
 from kernels.dispatch import select_ops
@@ -113,8 +114,8 @@ def load_engine_model(
     ops = ops if ops is not None else select_ops(device, torch_dtype)
     num_positions = min(spec.max_positions, num_blocks * block_size)
     fingerprint = weights_fingerprint(folder, spec)
-    with torch.inference_mode(), SafetensorsFolder(folder, spec, torch_dtype, device, progress) as weights:
-        model = LlamaModel(spec, weights.take, ops, num_positions)
+    with torch.inference_mode(), SafetensorsFolder(folder, spec, torch_dtype, device, progress) as files:
+        model = LlamaModel(spec, load_llama_weights(spec, files.take, ops), ops, num_positions)
     kv_cache = KVCache(num_blocks, spec.num_layers, spec.num_kv_heads, block_size, spec.head_dim, torch_dtype, device, ops)
     return LoadedModel(spec, TorchModelRunner(model, kv_cache, Sampler()), kv_cache, fingerprint)
 
