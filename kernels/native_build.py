@@ -31,7 +31,7 @@ COMMON_FLAGS = (
     "-O3",
     "-fPIC",
     "-shared",
-    "-fopenmp",
+    "-pthread",
     "-ffp-contract=off",
     "-fno-math-errno",
     "-fvisibility=hidden",

@@ -68,6 +68,53 @@ class AttentionMeta:
         return self.context_lens.shape[0]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class DecoderLayerWeights:
+    """One decoder layer. `query_norm` and `key_norm` [D] exist with qk-norm only. `window`: keys a row sees; None: all."""
+
+    input_norm: torch.Tensor
+    qkv: PackedLinear
+    query_norm: torch.Tensor | None
+    key_norm: torch.Tensor | None
+    output: PackedLinear
+    post_attention_norm: torch.Tensor
+    gate_up: PackedLinear
+    down: PackedLinear
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecoderWeights:
+    """A decoder of the Llama family: weights and the numbers that its operations need.
+
+    embedding [V, H] is looked up by token id, `head` projects to the vocabulary; cos, sin fp32 [P, Dr/2], row p for position p.
+    """
+
+    embedding: torch.Tensor
+    layers: tuple[DecoderLayerWeights, ...]
+    final_norm: torch.Tensor
+    head: PackedLinear
+    cos: torch.Tensor
+    sin: torch.Tensor
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_eps: float
+
+
+class FusedDecoder(Protocol):
+    """A decoder's whole forward pass on one device. Used by one thread at a time."""
+
+    def forward(
+        self, token_ids: torch.Tensor, meta: AttentionMeta, cache: torch.Tensor, sample_rows: torch.Tensor
+    ) -> torch.Tensor:
+        """token_ids int64 [T], cache [B, L, 2, Hkv, block_size, D], sample_rows int64 [R] -> fp32 logits [R, V].
+
+        Writes the KV of all T tokens. `sample_rows` must increase. Raises ValueError for indexes outside their tensors.
+        """
+        ...
+
+
 class Ops(Protocol):
     """Operations on one device. Every tensor argument is contiguous and on that device; violations raise ValueError."""
 
@@ -84,6 +131,10 @@ class Ops(Protocol):
 
     def linear(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
         """x [T, K] -> [T, N] = x @ weight.T + bias, same dtype as x."""
+        ...
+
+    def logits(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+        """As `linear`, but the result stays fp32 [T, N]: rounded to bf16, near logits would tie and change greedy answers."""
         ...
 
     def embedding(self, ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
@@ -127,6 +178,10 @@ class Ops(Protocol):
         Prefill chunks, decode rows and mixtures are the same thing here. With `window` w, row t sees the last w keys up to
         and including its own position. Query head h reads KV head h // (Hq / Hkv).
         """
+        ...
+
+    def fuse_decoder(self, decoder: DecoderWeights) -> FusedDecoder | None:
+        """The whole forward pass as one operation with the same bits as the operations one by one; None: there is none."""
         ...
 
     def gather_blocks(self, cache: torch.Tensor, block_ids: Sequence[int], out: memoryview) -> bytes:

@@ -13,7 +13,7 @@ import torch
 
 from kernels import checks
 from kernels.digest import payload_digest
-from kernels.ops import AttentionMeta, PackedLinear
+from kernels.ops import AttentionMeta, DecoderWeights, PackedLinear
 
 LAYOUT = "rows"
 _LINEAR_CHUNK_VALUES = 1 << 22  # at most 16 MiB of weights widened to fp32 at a time
@@ -38,13 +38,20 @@ class ReferenceOps:
 
     def linear(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
         checks.check_linear(x, packed, LAYOUT)
-        weight, bias = packed.weight, packed.bias
         if x.dtype == torch.float32 or x.device.type != "cpu":  # GPUs accumulate half precision in fp32 themselves
-            return torch.nn.functional.linear(x, weight, bias)
+            return torch.nn.functional.linear(x, packed.weight, packed.bias)
+        return self.logits(x, packed).to(x.dtype)
+
+    def logits(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+        checks.check_linear(x, packed, LAYOUT)
+        weight, bias = packed.weight, packed.bias
         rows_per_chunk = max(1, _LINEAR_CHUNK_VALUES // max(1, packed.num_inputs))
         wide = x.float()
         out = torch.cat([wide @ chunk.float().T for chunk in torch.split(weight, rows_per_chunk)], dim=1)
-        return (out if bias is None else out + bias.float()).to(x.dtype)
+        return out if bias is None else out + bias.float()
+
+    def fuse_decoder(self, decoder: DecoderWeights) -> None:
+        """None: the operations one by one are the specification of every fused decoder."""
 
     def embedding(self, ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         checks.check_embedding(ids, table)

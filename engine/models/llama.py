@@ -10,7 +10,7 @@ import torch
 from engine.model_spec import ModelSpec
 from engine.models.llama_weights import LlamaWeights
 from engine.models.rotary import RotaryTable, build_rotary_table
-from kernels.ops import AttentionMeta, Ops
+from kernels.ops import AttentionMeta, DecoderWeights, Ops
 
 
 class LlamaModel:
@@ -21,6 +21,20 @@ class LlamaModel:
         self._ops = ops
         self._weights = weights
         self._rotary: RotaryTable = build_rotary_table(spec, num_positions, self.device)
+        self._fused = ops.fuse_decoder(
+            DecoderWeights(
+                embedding=weights.embedding,
+                layers=weights.layers,
+                final_norm=weights.final_norm,
+                head=weights.head,
+                cos=self._rotary.cos,
+                sin=self._rotary.sin,
+                num_heads=spec.num_heads,
+                num_kv_heads=spec.num_kv_heads,
+                head_dim=spec.head_dim,
+                rms_eps=spec.rms_eps,
+            )
+        )
 
     @property
     def device(self) -> torch.device:
@@ -29,10 +43,18 @@ class LlamaModel:
     def forward(
         self, token_ids: torch.Tensor, meta: AttentionMeta, cache: torch.Tensor, sample_rows: torch.Tensor
     ) -> torch.Tensor:
-        """Writes the KV of all T tokens and returns the logits [R, V] of the rows `sample_rows` (int64 [R]).
+        """Writes the KV of all T tokens and returns the fp32 logits [R, V] of the rows `sample_rows` (int64 [R], increasing).
 
         token_ids int64 [T]; cache [B, L, 2, Hkv, block_size, D]. Only the sampled rows pay for the vocabulary projection.
         """
+        if self._fused is not None:
+            return self._fused.forward(token_ids, meta, cache, sample_rows)
+        return self.forward_by_operations(token_ids, meta, cache, sample_rows)
+
+    def forward_by_operations(
+        self, token_ids: torch.Tensor, meta: AttentionMeta, cache: torch.Tensor, sample_rows: torch.Tensor
+    ) -> torch.Tensor:
+        """The same, one operation after the other: what a fused decoder is compared with, and what runs where there is none."""
         spec, ops, weights = self.spec, self._ops, self._weights
         num_tokens, head_dim = token_ids.shape[0], spec.head_dim
         query_size, key_size = spec.num_heads * head_dim, spec.num_kv_heads * head_dim
@@ -63,6 +85,6 @@ class LlamaModel:
             hidden, residual = ops.add_rms_norm(ops.linear(attended, layer.output), residual, layer.post_attention_norm, eps)
             hidden = ops.linear(ops.silu_mul(ops.linear(hidden, layer.gate_up)), layer.down)
         if not sample_rows.shape[0]:
-            return hidden.new_empty((0, spec.vocab_size))
+            return hidden.new_empty((0, spec.vocab_size), dtype=torch.float32)
         normed, _ = ops.add_rms_norm(hidden, residual, weights.final_norm, eps)
-        return ops.linear(normed, weights.head)
+        return ops.logits(normed, weights.head)

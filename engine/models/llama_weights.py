@@ -12,25 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from engine.model_spec import ModelSpec
-from kernels.ops import Ops, PackedLinear
+from kernels.ops import DecoderLayerWeights, Ops, PackedLinear
 
 TensorSource = Callable[[str], torch.Tensor]
 """Gives the tensor of a Hugging Face name in the model's dtype, on its device."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LayerWeights:
-    """One decoder layer. `query_norm` and `key_norm` [D] exist with qk-norm only. `window` as in ModelSpec."""
-
-    input_norm: torch.Tensor
-    qkv: PackedLinear
-    query_norm: torch.Tensor | None
-    key_norm: torch.Tensor | None
-    output: PackedLinear
-    post_attention_norm: torch.Tensor
-    gate_up: PackedLinear
-    down: PackedLinear
-    window: int | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,7 +23,7 @@ class LlamaWeights:
     """All weights of a model. `embedding` [V, H] is looked up by token id; `head` projects [R, H] to the vocabulary."""
 
     embedding: torch.Tensor
-    layers: tuple[LayerWeights, ...]
+    layers: tuple[DecoderLayerWeights, ...]
     final_norm: torch.Tensor
     head: PackedLinear
 
@@ -52,7 +37,7 @@ def load_llama_weights(spec: ModelSpec, source: TensorSource, ops: Ops) -> Llama
     return LlamaWeights(embedding, layers, final_norm, ops.pack_linear(head, None))
 
 
-def _load_layer(spec: ModelSpec, layer: int, source: TensorSource, ops: Ops) -> LayerWeights:
+def _load_layer(spec: ModelSpec, layer: int, source: TensorSource, ops: Ops) -> DecoderLayerWeights:
     prefix = f"model.layers.{layer}"
 
     def fused(*names: str, bias: bool) -> PackedLinear:
@@ -61,7 +46,7 @@ def _load_layer(spec: ModelSpec, layer: int, source: TensorSource, ops: Ops) -> 
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         return ops.pack_linear(weight, torch.cat(biases) if bias else None)
 
-    return LayerWeights(
+    return DecoderLayerWeights(
         input_norm=source(f"{prefix}.input_layernorm.weight"),
         qkv=fused("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", bias=spec.qkv_bias),
         query_norm=source(f"{prefix}.self_attn.q_norm.weight") if spec.qk_norm else None,

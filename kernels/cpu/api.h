@@ -28,8 +28,50 @@ struct BatonBatch {
   int64_t num_tokens, num_sequences, blocks_max;
 };
 
+// One matrix with packed weights (baton_pack_linear); bias may be null.
+struct BatonLinear {
+  const void *weight, *bias;
+  int64_t num_outputs, num_inputs;
+};
+
+// One layer of a decoder of the Llama family. The head norms may be null; window 0: none.
+struct BatonDecoderLayer {
+  const void* input_norm;
+  BatonLinear qkv;
+  const void *query_norm, *key_norm;
+  BatonLinear output;
+  const void* post_attention_norm;
+  BatonLinear gate_up, down;
+  int64_t window;
+};
+
+// A whole decoder. Its vectors are of the dtype that is_bf16 names; cos and sin are fp32 [num_positions, half].
+struct BatonDecoder {
+  int64_t is_bf16, num_layers, hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size, vocab_size, half, num_positions;
+  float eps, scale;
+  const void* embedding;  // [vocab_size, hidden_size]
+  const BatonDecoderLayer* layers;
+  const void* final_norm;
+  BatonLinear head;
+  const float *cos, *sin;
+};
+
+// What one step computes: a batch, its tokens, where their KV goes and which rows' logits are wanted.
+struct BatonStep {
+  BatonBatch batch;
+  const int64_t* token_ids;    // [T]
+  const int64_t* slots;        // [T]
+  const int64_t* sample_rows;  // [R], increasing
+  int64_t num_samples;
+};
+
+// Which index baton_decoder_step found bad: the result is position * 4 + kind.
+enum BatonBadIndex { kBadToken = 0, kBadSlot = 1, kBadSequence = 2, kBadSampleRow = 3 };
+
 BATON_API void baton_pack_linear(int is_bf16, const void* weight, void* packed, int64_t n, int64_t k, int threads);
 BATON_API void baton_linear(int is_bf16, const void* x, const void* packed, const void* bias, void* y, int64_t t, int64_t n, int64_t k,
+                            int threads);
+BATON_API void baton_logits(int is_bf16, const void* x, const void* packed, const void* bias, float* y, int64_t t, int64_t n, int64_t k,
                             int threads);
 BATON_API int64_t baton_embedding(int64_t row_bytes, const int64_t* ids, const void* table, void* out, int64_t t, int64_t v);
 BATON_API void baton_rms_norm(int is_bf16, const void* x, const void* residual, const void* weight, float eps, void* out, void* total,
@@ -42,3 +84,9 @@ BATON_API int64_t baton_attention(int is_bf16, const void* q, const BatonCache* 
                                   float scale, int64_t window, void* out, int threads);
 BATON_API void baton_gather(const void* cache, int64_t block_bytes, const int64_t* block_ids, int64_t count, void* out, uint64_t* lanes);
 BATON_API void baton_scatter(const void* src, void* cache, int64_t block_bytes, const int64_t* block_ids, int64_t count, uint64_t* lanes);
+
+// The forward pass of one step: writes the KV of all T tokens and the fp32 logits [R, vocab_size] of the sample rows. `work` holds
+// baton_decoder_work(decoder, T) floats.
+BATON_API int64_t baton_decoder_work(const BatonDecoder* decoder, int64_t num_tokens);
+BATON_API int64_t baton_decoder_step(const BatonDecoder* decoder, const BatonCache* cache, const BatonStep* step, float* work, float* logits,
+                                     int threads);

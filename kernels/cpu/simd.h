@@ -150,6 +150,37 @@ inline void prefetch(const void*) {}
 
 #endif
 
+// a rounded to what T can hold.
+template <typename T> inline F8 rounded(F8 a);
+template <> inline F8 rounded<float>(F8 a) { return a; }
+#if BATON_AVX2
+template <> inline F8 rounded<bf16>(F8 a) {
+  __m256i bits = _mm256_castps_si256(a.v);
+  __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  __m256i sum = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+  __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+  __m256 is_nan = _mm256_cmp_ps(a.v, a.v, _CMP_UNORD_Q);
+  __m256i words = _mm256_blendv_epi8(sum, quiet, _mm256_castps_si256(is_nan));
+  return {_mm256_castsi256_ps(_mm256_and_si256(words, _mm256_set1_epi32(int(0xffff0000u))))};
+}
+#else
+template <> inline F8 rounded<bf16>(F8 a) {
+  for (int i = 0; i < 8; ++i) a.v[i] = widen(narrow<bf16>(a.v[i]));
+  return a;
+}
+#endif
+
+// Stores values of dtype T either as T or, rounded to T, as fp32.
+template <typename T, typename E>
+inline void put8(E* p, F8 a) {
+  if constexpr (sizeof(E) == sizeof(T)) store8(p, a);
+  else store8(p, rounded<T>(a));
+}
+template <typename T, typename E>
+inline void put1(E* p, float a) {
+  *p = narrow<E>(widen(narrow<T>(a)));
+}
+
 // e^x for x <= 88, about 2 units in the last place; exactly 1 at 0, exactly 0 below -87 and at -inf; NaN stays NaN.
 // Range reduction and polynomial as in Cephes' expf (S. Moshier, netlib.org/cephes).
 inline F8 exp8(F8 x) {
