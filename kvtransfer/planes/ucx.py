@@ -4,7 +4,7 @@ The binding's agent lives on the plane's own ReadThread. UCX's progress thread w
 PROGRESS_TIMEOUT_US instead of spinning, so an idle plane costs nothing and a target still answers at once. A hung peer is
 never reported here: a fetch from it stays in flight, `disconnect` fails its `done`, and `settled` waits for the truth.
 
-At process exit, RDMA provider libraries of the system can crash in their destructors: leave by `exit_process`.
+At process exit, RDMA provider libraries of the system can crash in their destructors: leave by `process_exit.exit_process`.
 """
 
 from __future__ import annotations

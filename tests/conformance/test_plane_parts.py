@@ -1,23 +1,24 @@
 """Parts of the data planes that the shared suite cannot reach: who may talk to the tcp listener, the order in which the
-read thread lets go of a hung source, the prediction of UCX's read path, and the decision how a process may exit."""
+read thread lets go of a hung source, the prediction of UCX's read path, and how a worker process ends."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import socket
+import subprocess
+import sys
 import threading
-from pathlib import Path
 
 import pytest
 
 from common.errors import HandoffFailed
 from kvtransfer.planes import tcp, tcp_server
-from kvtransfer.planes.process_exit import exit_would_crash
 from kvtransfer.planes.read_path import ProcessPlace, ReadPath, predict_read_path, transport_allowed
 from kvtransfer.planes.read_thread import ReadError, ReadThread
 from kvtransfer.planes.tcp_handshake import prove_as_client
 from tests.fakes.plane_peer import SECRET
+from tests.harness import ROOT
 
 # --- tcp listener ---------------------------------------------------------------------------------------------------
 
@@ -271,17 +272,38 @@ def test_ucx_tls_is_read_as_ucx_reads_it(value: str, allowed: bool, monkeypatch:
     assert transport_allowed({"all", "cma", "sm", "shm"}) is allowed
 
 
-def test_exit_crashes_only_with_the_binding_and_the_providers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    maps, drivers = tmp_path / "maps", tmp_path / "libibverbs.d"
-    maps.write_text("7f00 r-xp /usr/lib/libc.so.6\n")
-    for name in ("nixl_cu13", "nixl_cu12"):
-        monkeypatch.delitem(__import__("sys").modules, name, raising=False)
-    drivers.mkdir()
-    (drivers / "mlx5.driver").touch()
-    assert not exit_would_crash(drivers, maps)
-    monkeypatch.setitem(__import__("sys").modules, "nixl_cu13", threading)
-    assert exit_would_crash(drivers, maps)
-    (drivers / "mlx5.driver").unlink()
-    assert not exit_would_crash(drivers, maps)
-    maps.write_text("7f00 r-xp /usr/lib/libibverbs/libmlx5-rdmav34.so\n")
-    assert exit_would_crash(drivers, maps)
+TEARDOWN = """
+import atexit, logging, sys, threading
+from kvtransfer.planes.process_exit import exit_process
+
+class Loud:
+    def __del__(self, write=sys.__stdout__.write):
+        write("destructor ran")
+
+held = Loud()
+atexit.register(print, "atexit handler ran")
+threading.Thread(target=threading.Event().wait).start()  # not a daemon: an interpreter's own exit would join it for ever
+sys.stdout = open(1, "w", buffering=1 << 16, closefd=False)
+logging.basicConfig(stream=open(2, "w", buffering=1 << 16, closefd=False), format="%(message)s")
+logging.getLogger("x").error("last log line")
+print("last words", end="")
+"""
+
+
+def test_a_worker_leaves_without_teardown_and_with_all_it_has_said() -> None:
+    """Destroying torch and what came with it takes a core for a second, and destructors of RDMA libraries crash."""
+    ended = subprocess.run(
+        [sys.executable, "-c", TEARDOWN + "exit_process(3)"], cwd=ROOT, capture_output=True, text=True, timeout=30, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (3, "last words")
+    assert ended.stderr == "last log line\n"
+
+
+def test_the_exit_code_survives_a_reader_of_the_log_that_is_gone() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    ended = subprocess.run(
+        [sys.executable, "-c", TEARDOWN + "exit_process(3)"], cwd=ROOT, stdout=writing, stderr=writing, timeout=30, check=False
+    )
+    os.close(writing)
+    assert ended.returncode == 3
