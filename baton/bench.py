@@ -1,8 +1,8 @@
 """`baton bench`: a closed loop of streaming requests against any OpenAI-compatible server, and its latencies.
 
-`concurrency` clients send one request after the other. Token counts are the server's own (`usage`), text pieces are timed as
-they arrive; the load is made on one event loop, so on a busy machine the client's own CPU time, which is reported, is part of
-what is measured.
+`concurrency` clients send one request after the other; `open_loop`, for other programs, sends each request when it is due. Token
+counts are the server's own (`usage`), text pieces are timed as they arrive; the load is made on one event loop, so on a busy machine
+the client's own CPU time, which is reported, is part of what is measured.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from baton.bench_arrivals import Arrival
 from baton.bench_prompts import make_prompts, words_for
 from baton.bench_stats import PERCENTILES, RequestRecord, summarize
 from baton.openai_stream import PATHS, Endpoint, StreamFailed, base_url, failure_of_body, is_done, parse_event, request_body
 
 PROBE_WORDS = (24, 96)
+
+Prompt = str | Sequence[int]
+"""A text, or token ids where the server takes them (completions only)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +53,19 @@ class BenchOptions:
     api_key: str = field(default="", repr=False)
 
 
-async def send(client: httpx.AsyncClient, options: BenchOptions, prompt: str, max_tokens: int) -> RequestRecord:
-    """One streaming request. Never raises for what the server does: every failure is a record with an error."""
+async def send(
+    client: httpx.AsyncClient,
+    options: BenchOptions,
+    prompt: Prompt,
+    max_tokens: int,
+    *,
+    due_s: float | None = None,
+    label: str = "",
+) -> RequestRecord:
+    """One streaming request. Never raises for what the server does: every failure is a record with an error.
+
+    `due_s` (monotonic) is when an open loop wanted to send it: its latencies count from there. `label` is the class of the request.
+    """
     extras: dict[str, object] = {"temperature": options.temperature}
     if options.ignore_eos:
         extras["ignore_eos"] = True
@@ -89,10 +104,9 @@ async def send(client: httpx.AsyncClient, options: BenchOptions, prompt: str, ma
         error = type(failure).__name__
     ended_s = time.monotonic()
     if usage is None:
-        return RequestRecord(sent_s, ended_s, tuple(times), 0, 0, 0, error)
-    return RequestRecord(
-        sent_s, ended_s, tuple(times), usage.num_prompt_tokens, usage.num_completion_tokens, usage.num_cached_tokens, error
-    )
+        return RequestRecord(sent_s, ended_s, tuple(times), 0, 0, 0, error, due_s, label)
+    counts = (usage.num_prompt_tokens, usage.num_completion_tokens, usage.num_cached_tokens)
+    return RequestRecord(sent_s, ended_s, tuple(times), *counts, error, due_s, label)
 
 
 async def calibrate(client: httpx.AsyncClient, options: BenchOptions) -> int:
@@ -116,22 +130,23 @@ async def run_bench(options: BenchOptions, progress: Progress | None = None) -> 
     async with httpx.AsyncClient(timeout=options.timeout_s, limits=limits, headers=headers, trust_env=False) as client:
         num_words = await calibrate(client, options)
         prompts = make_prompts(options.seed, options.warmup + options.requests, num_words)
-        await _closed_loop(client, options, prompts[: options.warmup], None)
-        cpu_before_s = _cpu_s()
+        await closed_loop(client, options, prompts[: options.warmup])
+        cpu_before_s = client_cpu_s()
         started_s = time.monotonic()
-        records = await _closed_loop(client, options, prompts[options.warmup :], progress)
+        records = await closed_loop(client, options, prompts[options.warmup :], progress)
         wall_s = time.monotonic() - started_s
-        client_cpu_s = _cpu_s() - cpu_before_s
+        cpu_s = client_cpu_s() - cpu_before_s
     settings = asdict(options)
     del settings["api_key"]
-    return {"settings": settings, "client_cpu_s": round(client_cpu_s, 3), **summarize(records, wall_s)}
+    return {"settings": settings, "client_cpu_s": round(cpu_s, 3), **summarize(records, wall_s)}
 
 
-async def _closed_loop(
-    client: httpx.AsyncClient, options: BenchOptions, prompts: list[str], progress: Progress | None
+async def closed_loop(
+    client: httpx.AsyncClient, options: BenchOptions, prompts: Sequence[Prompt], progress: Progress | None = None
 ) -> list[RequestRecord]:
+    """`options.concurrency` clients, each with one request at a time, until all prompts were sent."""
     records: list[RequestRecord] = []
-    rest: Iterator[str] = iter(prompts)
+    rest: Iterator[Prompt] = iter(prompts)
     task_id = progress.add_task("requests", total=len(prompts)) if progress else None
 
     async def one_client() -> None:
@@ -146,7 +161,26 @@ async def _closed_loop(
     return records
 
 
-def _cpu_s() -> float:
+async def open_loop(
+    client: httpx.AsyncClient, options: BenchOptions, requests: Sequence[tuple[Arrival, Prompt]]
+) -> list[RequestRecord]:
+    """Sends each request when it is due, however many are still running, and returns when the last one has ended."""
+    start_s = time.monotonic()
+    records: list[RequestRecord] = []
+
+    async def one_request(arrival: Arrival, prompt: Prompt) -> None:
+        due_s = start_s + arrival.due_s
+        await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+        records.append(await send(client, options, prompt, arrival.output_tokens, due_s=due_s, label=arrival.label))
+
+    async with asyncio.TaskGroup() as running:
+        for arrival, prompt in requests:
+            running.create_task(one_request(arrival, prompt))
+    return records
+
+
+def client_cpu_s() -> float:
+    """CPU seconds that this process has used so far."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 

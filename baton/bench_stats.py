@@ -1,8 +1,8 @@
 """The arithmetic of `baton bench`: from what each request saw to percentiles and rates. Pure.
 
-TTFT runs from sending the request to its first piece of text; TPOT is (last piece - first piece) / (tokens - 1) of one
-request, with the server's own token count; ITL are the gaps between pieces, pooled. All inputs are seconds, all printed
-latencies milliseconds.
+TTFT runs from sending the request (in an open loop: from when it was due) to its first piece of text; TPOT is
+(last piece - first piece) / (tokens - 1) of one request, with the server's own token count; ITL are the gaps between pieces, pooled;
+the worst gap is the longest of each request. All inputs are seconds, all printed latencies milliseconds.
 """
 
 from __future__ import annotations
@@ -26,10 +26,21 @@ class RequestRecord:
     num_completion_tokens: int
     num_cached_tokens: int
     error: str = ""
+    due_s: float | None = None
+    label: str = ""
+
+    @property
+    def start_s(self) -> float:
+        """Where its latencies count from: when an open loop's request was due, when a closed loop's was sent."""
+        return self.sent_s if self.due_s is None else self.due_s
 
     @property
     def ttft_s(self) -> float:
-        return self.piece_times_s[0] - self.sent_s
+        return self.piece_times_s[0] - self.start_s
+
+    @property
+    def gaps_s(self) -> list[float]:
+        return [later - earlier for earlier, later in zip(self.piece_times_s, self.piece_times_s[1:], strict=False)]
 
     @property
     def tpot_s(self) -> float | None:
@@ -65,11 +76,7 @@ def summarize(records: Sequence[RequestRecord], wall_s: float) -> dict[str, Any]
     answered = [record for record in records if not record.error]
     completion_tokens = sum(record.num_completion_tokens for record in answered)
     prompt_tokens = sum(record.num_prompt_tokens for record in answered)
-    gaps = [
-        later - earlier
-        for record in answered
-        for earlier, later in zip(record.piece_times_s, record.piece_times_s[1:], strict=False)
-    ]
+    gaps = [record.gaps_s for record in answered]
     return {
         "requests": len(records),
         "answered": len(answered),
@@ -84,6 +91,7 @@ def summarize(records: Sequence[RequestRecord], wall_s: float) -> dict[str, Any]
         "pieces": sum(len(record.piece_times_s) for record in answered),
         "ttft_ms": distribution_ms([record.ttft_s for record in answered]),
         "tpot_ms": distribution_ms([tpot for record in answered if (tpot := record.tpot_s) is not None]),
-        "itl_ms": distribution_ms(gaps),
-        "e2e_ms": distribution_ms([record.ended_s - record.sent_s for record in answered]),
+        "itl_ms": distribution_ms([gap for one in gaps for gap in one]),
+        "worst_gap_ms": distribution_ms([max(one) for one in gaps if one]),
+        "e2e_ms": distribution_ms([record.ended_s - record.start_s for record in answered]),
     }

@@ -50,9 +50,16 @@ def base_url(url: str) -> str:
 
 
 def request_body(
-    endpoint: Endpoint, model: str, prompt: str | Sequence[Mapping[str, str]], max_tokens: int, **options: object
+    endpoint: Endpoint,
+    model: str,
+    prompt: str | Sequence[int] | Sequence[Mapping[str, str]],
+    max_tokens: int,
+    **options: object,
 ) -> dict[str, object]:
-    """The JSON body of a streaming request that asks for usage. `prompt` is a text, or for chat the list of messages."""
+    """The JSON body of a streaming request that asks for usage.
+
+    `prompt` is a text, for completions also token ids, for chat also the list of messages.
+    """
     body: dict[str, object] = {
         "model": model,
         "max_tokens": max_tokens,
