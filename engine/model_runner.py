@@ -117,7 +117,7 @@ def load_engine_model(
     with torch.inference_mode(), SafetensorsFolder(folder, spec, torch_dtype, device, progress) as files:
         model = LlamaModel(spec, load_llama_weights(spec, files.take, ops), ops, num_positions)
     kv_cache = KVCache(num_blocks, spec.num_layers, spec.num_kv_heads, block_size, spec.head_dim, torch_dtype, device, ops)
-    return LoadedModel(spec, TorchModelRunner(model, kv_cache, Sampler()), kv_cache, fingerprint)
+    return LoadedModel(spec, TorchModelRunner(model, kv_cache, Sampler(ops)), kv_cache, fingerprint)
 
 
 def _pool_size(spec: ModelSpec, dtype: torch.dtype, block_size: int, num_blocks: int | None, kv_bytes: int | None) -> int:

@@ -113,3 +113,16 @@ def check_block_copy(cache: torch.Tensor, block_ids: Sequence[int], slab: memory
     if slab_is_written and slab.readonly:
         raise ValueError("the slab to gather into is read-only")
     return num_bytes
+
+
+def check_sample(logits: torch.Tensor, num_draws: int) -> None:
+    check_rank("logits", logits, 2)
+    check_tensor("logits", logits, torch.float32, (num_draws, logits.shape[1]))
+
+
+def check_sampled(token_ids: list[int]) -> list[int]:
+    """Raises FloatingPointError for the rows that gave no token (-1)."""
+    broken = [row for row, token_id in enumerate(token_ids) if token_id < 0]
+    if broken:
+        raise FloatingPointError(f"logits of sample rows {broken} have no finite maximum")
+    return token_ids

@@ -23,6 +23,7 @@ from kernels.native_structs import (
     Batch,
     Cache,
     Decoder,
+    DrawStruct,
     Step,
     batch_struct,
     cache_struct,
@@ -30,7 +31,7 @@ from kernels.native_structs import (
     kind_of,
     pointer_of,
 )
-from kernels.ops import AttentionMeta, DecoderWeights, PackedLinear
+from kernels.ops import AttentionMeta, DecoderWeights, Draw, PackedLinear
 
 LAYOUT = "panels16"
 PANEL = 16
@@ -50,6 +51,7 @@ _SIGNATURES: dict[str, tuple[list[Any], Any]] = {
     "baton_attention": ([_I, _P, POINTER(Cache), POINTER(Batch), _N, c_float, _N, _P, _I], c_int64),
     "baton_decoder_work": ([POINTER(Decoder), _N], c_int64),
     "baton_decoder_step": ([POINTER(Decoder), POINTER(Cache), POINTER(Step), _P, _P, _I], c_int64),
+    "baton_sample": ([_P, _N, _N, POINTER(DrawStruct), POINTER(c_int64), _I], None),
     "baton_gather": ([_P, _N, _P, _N, _P, POINTER(c_uint64)], None),
     "baton_scatter": ([_P, _P, _N, _P, _N, POINTER(c_uint64)], None),
 }
@@ -200,6 +202,14 @@ class NativeOps:
         if bad >= 0:
             raise ValueError(explain_bad_batch(meta, cache, bad))
         return out
+
+    def sample(self, logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
+        checks.check_sample(logits, len(draws))
+        rows, vocab_size = logits.shape
+        structs = (DrawStruct * rows)(*(DrawStruct(d.temperature, d.top_p, d.min_p, d.noise, d.top_k) for d in draws))
+        tokens = (c_int64 * rows)()
+        self._c["baton_sample"](pointer_of(logits), rows, vocab_size, structs, tokens, torch.get_num_threads())
+        return checks.check_sampled(list(tokens))
 
     def fuse_decoder(self, decoder: DecoderWeights) -> NativeDecoder:
         return NativeDecoder(decoder, LAYOUT, self._c["baton_decoder_work"], self._c["baton_decoder_step"])

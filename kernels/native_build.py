@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +31,6 @@ COMMON_FLAGS = (
     "-std=c++17",
     "-O3",
     "-fPIC",
-    "-shared",
     "-pthread",
     "-ffp-contract=off",
     "-fno-math-errno",
@@ -111,18 +111,28 @@ def _build(path: Path, flags: tuple[str, ...]) -> None:
         if path.exists():  # another process was first
             return
         with tempfile.TemporaryDirectory(dir=path.parent, prefix="building-") as folder:
-            built = Path(folder) / path.name
-            command = [_compiler(), *flags, "-o", str(built), *map(str, _sources())]
-            try:
-                result = subprocess.run(
-                    command, capture_output=True, text=True, errors="replace", timeout=COMPILE_TIMEOUT_S, stdin=subprocess.DEVNULL
-                )
-            except subprocess.TimeoutExpired as error:
-                raise NativeUnavailable(f"{command[0]} took longer than {COMPILE_TIMEOUT_S:.0f} s") from error
-            if result.returncode != 0:
-                raise NativeUnavailable(f"{command[0]} failed with code {result.returncode}: {result.stderr.strip()[:500]}")
+            compiler, built = _compiler(), Path(folder) / path.name
+            sources = _sources()
+            objects = [Path(folder) / f"{source.stem}.o" for source in sources]
+            commands = [
+                [compiler, *flags, "-c", str(source), "-o", str(made)] for source, made in zip(sources, objects, strict=True)
+            ]
+            with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:  # the longest file bounds the time
+                list(pool.map(_compile, commands))
+            _compile([compiler, *flags, "-shared", "-o", str(built), *map(str, objects)])
             built.chmod(0o600)
             os.replace(built, path)
+
+
+def _compile(command: list[str]) -> None:
+    try:
+        result = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=COMPILE_TIMEOUT_S, stdin=subprocess.DEVNULL
+        )
+    except subprocess.TimeoutExpired as error:
+        raise NativeUnavailable(f"{command[0]} took longer than {COMPILE_TIMEOUT_S:.0f} s") from error
+    if result.returncode != 0:
+        raise NativeUnavailable(f"{command[0]} failed with code {result.returncode}: {result.stderr.strip()[:500]}")
 
 
 @contextlib.contextmanager

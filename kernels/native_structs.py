@@ -7,7 +7,7 @@ structure keeps the tensors alive as long as the structure is used.
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_float, c_int64, c_void_p
+from ctypes import POINTER, c_double, c_float, c_int64, c_void_p
 
 import torch
 
@@ -89,6 +89,10 @@ class Step(ctypes.Structure):
         ("sample_rows", c_void_p),
         ("num_samples", c_int64),
     )
+
+
+class DrawStruct(ctypes.Structure):
+    _fields_ = (("temperature", c_double), ("top_p", c_double), ("min_p", c_double), ("noise", c_double), ("top_k", c_int64))
 
 
 def kind_of(what: str, tensor: torch.Tensor) -> int:

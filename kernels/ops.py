@@ -102,6 +102,20 @@ class DecoderWeights:
     rms_eps: float
 
 
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """How the token of one row is chosen. `temperature` 0: the largest logit. top_k 0, top_p 1 and min_p 0 filter nothing.
+
+    `noise` in [0, 1) selects from the cumulative distribution; whoever makes it decides what it depends on.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    noise: float = 0.0
+
+
 class FusedDecoder(Protocol):
     """A decoder's whole forward pass on one device. Used by one thread at a time."""
 
@@ -177,6 +191,13 @@ class Ops(Protocol):
 
         Prefill chunks, decode rows and mixtures are the same thing here. With `window` w, row t sees the last w keys up to
         and including its own position. Query head h reads KV head h // (Hq / Hkv).
+        """
+        ...
+
+    def sample(self, logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
+        """fp32 logits [R, V] -> one token id per row, as kernels/sampling.py specifies.
+
+        Raises FloatingPointError naming the rows whose largest logit is not finite.
         """
         ...
 

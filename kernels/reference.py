@@ -13,7 +13,8 @@ import torch
 
 from kernels import checks
 from kernels.digest import payload_digest
-from kernels.ops import AttentionMeta, DecoderWeights, PackedLinear
+from kernels.ops import AttentionMeta, DecoderWeights, Draw, PackedLinear
+from kernels.sampling import sample_row
 
 LAYOUT = "rows"
 _LINEAR_CHUNK_VALUES = 1 << 22  # at most 16 MiB of weights widened to fp32 at a time
@@ -49,6 +50,13 @@ class ReferenceOps:
         wide = x.float()
         out = torch.cat([wide @ chunk.float().T for chunk in torch.split(weight, rows_per_chunk)], dim=1)
         return out if bias is None else out + bias.float()
+
+    def sample(self, logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
+        checks.check_sample(logits, len(draws))
+        rows = logits.cpu().numpy()
+        is_finite = [bool(np.isfinite(row.max())) for row in rows]
+        tokens = [sample_row(row, draw) if ok else -1 for row, draw, ok in zip(rows, draws, is_finite, strict=True)]
+        return checks.check_sampled(tokens)
 
     def fuse_decoder(self, decoder: DecoderWeights) -> None:
         """None: the operations one by one are the specification of every fused decoder."""

@@ -90,3 +90,13 @@ BATON_API void baton_scatter(const void* src, void* cache, int64_t block_bytes, 
 BATON_API int64_t baton_decoder_work(const BatonDecoder* decoder, int64_t num_tokens);
 BATON_API int64_t baton_decoder_step(const BatonDecoder* decoder, const BatonCache* cache, const BatonStep* step, float* work, float* logits,
                                      int threads);
+
+// How the token of one row is chosen, as Draw in kernels/ops.py.
+struct BatonDraw {
+  double temperature, top_p, min_p, noise;
+  int64_t top_k;
+};
+
+// One token id for each row of logits [num_rows, vocab_size]; -1 for a row whose largest logit is not finite.
+BATON_API void baton_sample(const float* logits, int64_t num_rows, int64_t vocab_size, const BatonDraw* draws, int64_t* token_ids,
+                            int threads);

@@ -11,13 +11,16 @@ import torch
 
 from common.types import SamplingParams
 from engine.batch import SampleRow
-from engine.sampler import Sampler, filtered_distribution, sample_row, uniform
+from engine.sampler import Sampler, make_draw, uniform
+from kernels.ops import Draw
+from kernels.reference import ReferenceOps
+from kernels.sampling import filtered_distribution, sample_row
 
 LOGITS = np.log(np.array([0.05, 0.30, 0.10, 0.30, 0.25], dtype=np.float32))
 
 
 def kept(**parameters: float) -> list[int]:
-    token_ids, _ = filtered_distribution(LOGITS, SamplingParams(**parameters))  # type: ignore[arg-type]
+    token_ids, _ = filtered_distribution(LOGITS, Draw(**parameters))  # type: ignore[arg-type]
     return [int(token_id) for token_id in token_ids]
 
 
@@ -26,7 +29,7 @@ def row(sampling: SamplingParams, token_index: int = 0, forbidden: tuple[int, ..
 
 
 def test_without_filters_every_token_stays_with_its_softmax_probability() -> None:
-    token_ids, weights = filtered_distribution(LOGITS, SamplingParams())
+    token_ids, weights = filtered_distribution(LOGITS, Draw())
     assert token_ids.tolist() == [0, 1, 2, 3, 4]
     np.testing.assert_allclose(weights / weights.sum(), [0.05, 0.30, 0.10, 0.30, 0.25], atol=1e-7)
 
@@ -37,7 +40,7 @@ def test_top_k_keeps_exactly_k_and_gives_ties_to_the_lowest_ids() -> None:
     assert kept(top_k=3) == [1, 3, 4]
     assert kept(top_k=5) == kept(top_k=0) == kept(top_k=99) == [0, 1, 2, 3, 4]
     ties = np.zeros(1000, dtype=np.float32)
-    assert filtered_distribution(ties, SamplingParams(top_k=7))[0].tolist() == list(range(7))
+    assert filtered_distribution(ties, Draw(top_k=7))[0].tolist() == list(range(7))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +67,7 @@ def test_top_p_equals_a_full_sort_on_a_large_vocabulary() -> None:
         weights = np.exp(logits.astype(np.float64) - logits.max())
         order = np.argsort(-weights, kind="stable")
         length = int(np.searchsorted(np.cumsum(weights[order]), top_p * weights.sum())) + 1
-        token_ids, _ = filtered_distribution(logits, SamplingParams(top_p=top_p))
+        token_ids, _ = filtered_distribution(logits, Draw(top_p=top_p))
         assert token_ids.tolist() == sorted(order[:length].tolist())
 
 
@@ -89,7 +92,7 @@ def test_draws_of_many_seeds_follow_the_softmax(temperature: float) -> None:
     num_draws = 20000
     counts = np.zeros(LOGITS.size)
     for seed in range(num_draws):
-        counts[sample_row(LOGITS, SamplingParams(temperature=temperature, seed=seed), 0)] += 1
+        counts[sample_row(LOGITS, make_draw(SamplingParams(temperature=temperature, seed=seed), 0))] += 1
     expected = np.exp(LOGITS / temperature)
     expected /= expected.sum()
     # The seeds are fixed, so this is deterministic; four standard deviations is what chance would allow.
@@ -114,9 +117,11 @@ def test_noise_has_fixed_values_and_takes_seeds_of_any_sign() -> None:
 
 def test_noise_and_draws_are_the_same_in_another_process_with_another_hash_seed() -> None:
     program = (
-        "import numpy as np; from common.types import SamplingParams; from engine.sampler import sample_row, uniform\n"
+        "import numpy as np; from common.types import SamplingParams; from engine.sampler import make_draw, uniform\n"
+        "from kernels.sampling import sample_row\n"
         "x = np.random.default_rng(5).normal(size=500).astype(np.float32)\n"
-        "print([uniform(7, 1, i) for i in range(5)], [sample_row(x, SamplingParams(seed=9, top_p=0.9), i) for i in range(20)])"
+        "drawn = [sample_row(x, make_draw(SamplingParams(seed=9, top_p=0.9), i)) for i in range(20)]\n"
+        "print([uniform(7, 1, i) for i in range(5)], drawn)"
     )
     outputs = {
         subprocess.run(
@@ -129,14 +134,12 @@ def test_noise_and_draws_are_the_same_in_another_process_with_another_hash_seed(
         for seed in ("1", "2")
     }
     logits = np.random.default_rng(5).normal(size=500).astype(np.float32)
-    here = [sample_row(logits, SamplingParams(seed=9, top_p=0.9), index) for index in range(20)]
+    here = [sample_row(logits, make_draw(SamplingParams(seed=9, top_p=0.9), index)) for index in range(20)]
     assert outputs == {f"{[uniform(7, 1, index) for index in range(5)]} {here}\n"}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_does_not_depend_on_its_neighbours(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(3)
-    logits = (torch.randn(9, 4099, generator=generator) * 3).to(dtype)
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    logits = torch.randn(9, 4099, generator=torch.Generator().manual_seed(3)) * 3
     rows = [
         SampleRow(
             index,
@@ -146,26 +149,26 @@ def test_a_row_does_not_depend_on_its_neighbours(dtype: torch.dtype) -> None:
         )
         for index in range(9)
     ]
-    sampler = Sampler()
+    sampler = Sampler(ReferenceOps())
     together = sampler.sample(logits, rows)
     alone = [sampler.sample(logits[index : index + 1], [rows[index]])[0] for index in range(9)]
     reversed_order = sampler.sample(logits.flip(0), rows[::-1])[::-1]
     assert together == alone == reversed_order
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_greedy_takes_the_lowest_id_among_equals(dtype: torch.dtype) -> None:
-    logits = torch.zeros(2, 50000, dtype=dtype)
+def test_greedy_takes_the_lowest_id_among_equals() -> None:
+    logits = torch.zeros(2, 50000)
     logits[0, [49999, 333, 20000]] = 2.0
-    assert Sampler().sample(logits, [row(SamplingParams(temperature=0.0))] * 2) == [333, 0]
+    assert Sampler(ReferenceOps()).sample(logits, [row(SamplingParams(temperature=0.0))] * 2) == [333, 0]
 
 
 def test_forbidden_tokens_are_never_sampled_and_the_callers_logits_stay() -> None:
     logits = torch.tensor([[9.0, 1.0, 8.0, 0.0]])
     before = logits.clone()
-    assert Sampler().sample(logits, [row(SamplingParams(temperature=0.0), forbidden=(0,))]) == [2]
+    assert Sampler(ReferenceOps()).sample(logits, [row(SamplingParams(temperature=0.0), forbidden=(0,))]) == [2]
     drawn = {
-        Sampler().sample(logits, [row(SamplingParams(temperature=5.0, seed=seed), forbidden=(0, 2))])[0] for seed in range(50)
+        Sampler(ReferenceOps()).sample(logits, [row(SamplingParams(temperature=5.0, seed=seed), forbidden=(0, 2))])[0]
+        for seed in range(50)
     }
     assert drawn == {1, 3}
     assert torch.equal(logits, before)
@@ -173,13 +176,14 @@ def test_forbidden_tokens_are_never_sampled_and_the_callers_logits_stay() -> Non
 
 def test_tiny_temperature_is_greedy_without_overflow() -> None:
     logits = torch.tensor([[1000.0, -1000.0, 1000.5]])
-    assert {Sampler().sample(logits, [row(SamplingParams(temperature=1e-6, seed=seed))])[0] for seed in range(20)} == {2}
+    assert {
+        Sampler(ReferenceOps()).sample(logits, [row(SamplingParams(temperature=1e-6, seed=seed))])[0] for seed in range(20)
+    } == {2}
 
 
-def test_the_top_of_the_noise_range_draws_the_last_token_with_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.sampler.uniform", lambda seed, choice, token_index: 1.0 - 2.0**-53)
+def test_the_top_of_the_noise_range_draws_the_last_token_with_weight() -> None:
     logits = np.array([0.0, 0.0, -np.inf], dtype=np.float32)
-    assert sample_row(logits, SamplingParams(), 0) == 1
+    assert sample_row(logits, Draw(noise=1.0 - 2.0**-53)) == 1
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -187,15 +191,15 @@ def test_broken_logits_are_an_error_and_never_a_token(bad: float) -> None:
     logits = torch.zeros(3, 5)
     logits[1, 2] = bad
     with pytest.raises(FloatingPointError, match=r"rows \[1\]"):
-        Sampler().sample(logits, [row(SamplingParams(temperature=0.0))] * 3)
+        Sampler(ReferenceOps()).sample(logits, [row(SamplingParams(temperature=0.0))] * 3)
 
 
 def test_a_row_whose_tokens_are_all_forbidden_is_an_error() -> None:
     with pytest.raises(FloatingPointError):
-        Sampler().sample(torch.zeros(1, 2), [row(SamplingParams(temperature=0.0), forbidden=(0, 1))])
+        Sampler(ReferenceOps()).sample(torch.zeros(1, 2), [row(SamplingParams(temperature=0.0), forbidden=(0, 1))])
 
 
 def test_no_rows_give_no_tokens_and_a_wrong_count_is_refused() -> None:
-    assert Sampler().sample(torch.zeros(0, 5), []) == []
+    assert Sampler(ReferenceOps()).sample(torch.zeros(0, 5), []) == []
     with pytest.raises(ValueError, match="2 rows of logits for 1"):
-        Sampler().sample(torch.zeros(2, 5), [row(SamplingParams())])
+        Sampler(ReferenceOps()).sample(torch.zeros(2, 5), [row(SamplingParams())])
