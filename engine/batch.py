@@ -6,18 +6,18 @@ step, S sequences. Whether a sequence decodes one token or computes a prompt chu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from array import array
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 from common.types import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class SampleRow:
+class SampleRow(NamedTuple):
     """A sequence whose next token is sampled in this step. `sequence_index` is its row among the S sequences.
 
     `token_index` is the index of the sampled completion token. `forbidden_token_ids` must not be sampled (stop tokens
-    before `min_new_tokens`).
+    before `min_new_tokens`). One is made per token: a named tuple, because a frozen dataclass takes three times as long.
     """
 
     sequence_index: int
@@ -26,23 +26,50 @@ class SampleRow:
     forbidden_token_ids: tuple[int, ...] = ()
 
 
+class TableUpdate(NamedTuple):
+    """New entries of one row of the runner's block tables: `block_ids` from index `first_block_index` on.
+
+    Index 0 begins a new table and forgets what the row had; any other index is the length that the table had before.
+    """
+
+    row: int
+    first_block_index: int
+    block_ids: tuple[int, ...]
+
+
+def _int64() -> array[int]:
+    return array("q")
+
+
+def _int32() -> array[int]:
+    return array("i")
+
+
 @dataclass(frozen=True, slots=True)
 class StepBatch:
     """The work of one step.
 
-    token_ids [T], positions [T] (absolute, from 0), slot_mapping [T] (`block_id * block_size + offset`),
-    query_starts [S+1] (cumulative first rows), context_lens [S] (tokens whose KV exists after this step),
-    block_tables [S] (block ids that cover at least context_lens[s] tokens), sample_rows (at most S, increasing
-    sequence_index). The last row of a sequence is the one sampled from.
+    token_ids [T], positions [T] (absolute, from 0), slot_mapping [T] (`block_id * block_size + offset`): int64.
+    query_starts [S+1] (cumulative first rows), context_lens [S] (tokens whose KV exists after this step), table_rows [S]: int32.
+    sample_rows: at most S, increasing sequence_index. The last row of a sequence is the one sampled from.
+
+    These are machine arrays: a runner views them (`np.frombuffer`, `torch.frombuffer`) and converts nothing; a view keeps the array
+    from growing, and the batch is complete when it is handed out.
+
+    Block tables are state of the *runner*, one row per sequence, because a step must not cost O(context) to describe. A runner
+    first applies `table_updates`, in order, to tables that it keeps from step to step (engine/block_tables.py does it for a CPU;
+    elsewhere they may lie on the device); then row `table_rows[s]` holds the blocks that cover context_lens[s] tokens. Each batch
+    must therefore be run exactly once, in order. Entries written in a step are the blocks that are new in it, no more.
     """
 
-    token_ids: list[int]
-    positions: list[int]
-    slot_mapping: list[int]
-    query_starts: list[int]
-    context_lens: list[int]
-    block_tables: list[tuple[int, ...]]
-    sample_rows: list[SampleRow]
+    token_ids: array[int] = field(default_factory=_int64)
+    positions: array[int] = field(default_factory=_int64)
+    slot_mapping: array[int] = field(default_factory=_int64)
+    query_starts: array[int] = field(default_factory=lambda: array("i", (0,)))
+    context_lens: array[int] = field(default_factory=_int32)
+    table_rows: array[int] = field(default_factory=_int32)
+    table_updates: list[TableUpdate] = field(default_factory=list)
+    sample_rows: list[SampleRow] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:

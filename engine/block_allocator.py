@@ -7,7 +7,7 @@ sequences, hashes, devices or time; content keys are opaque bytes, and all numbe
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
 from common.types import BlockCensus
@@ -26,8 +26,9 @@ class BlockAllocator:
         # A stack: the block freed last is reused first, so the memory that is touched grows with use only.
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
-        self._holders: dict[int, tuple[str, ...]] = {}
-        self._held_by: dict[str, list[int]] = {}
+        # A count per block and a set per owner: a Hold costs the same however many others share the block.
+        self._num_holds: dict[int, int] = {}
+        self._held_by: dict[str, dict[int, None]] = {}  # in the order in which the owner got them
         self._content: dict[int, bytes] = {}
         self._block_of_content: dict[bytes, int] = {}
 
@@ -38,7 +39,7 @@ class BlockAllocator:
 
     @property
     def num_held(self) -> int:
-        return len(self._holders)
+        return len(self._num_holds)
 
     def allocate(self, owner: str, count: int) -> list[int] | None:
         """Gives `owner` a Hold on `count` blocks whose content is up to it; None, and no change, if so many are not available.
@@ -66,16 +67,18 @@ class BlockAllocator:
             if block_id in self._cached:
                 del self._cached[block_id]
             else:
-                assert block_id in self._holders, f"{owner} shares block {block_id}, which nobody holds and which has no content"
+                assert block_id in self._num_holds, (
+                    f"{owner} shares block {block_id}, which nobody holds and which has no content"
+                )
         if block_ids:
             self._add_holds(owner, block_ids)
 
     def _add_holds(self, owner: str, block_ids: Sequence[int]) -> None:
+        held, num_holds = self._held_by.setdefault(owner, {}), self._num_holds
         for block_id in block_ids:
-            holders = self._holders.get(block_id, ())
-            assert owner not in holders, f"{owner} already holds block {block_id}"
-            self._holders[block_id] = (*holders, owner)
-        self._held_by.setdefault(owner, []).extend(block_ids)
+            assert block_id not in held, f"{owner} already holds block {block_id}"
+            held[block_id] = None
+            num_holds[block_id] = num_holds.get(block_id, 0) + 1
 
     def release(self, owner: str) -> int:
         """Drops all Holds of `owner` (none is fine) and returns how many blocks became available by that.
@@ -84,12 +87,12 @@ class BlockAllocator:
         tail is useless.
         """
         num_available_before = self.num_available
-        for block_id in reversed(self._held_by.pop(owner, ())):
-            holders = tuple(holder for holder in self._holders[block_id] if holder != owner)
-            if holders:
-                self._holders[block_id] = holders
+        num_holds = self._num_holds
+        for block_id in reversed(self._held_by.pop(owner, {})):
+            if num_holds[block_id] > 1:
+                num_holds[block_id] -= 1
                 continue
-            del self._holders[block_id]
+            del num_holds[block_id]
             if block_id in self._content:
                 self._cached[block_id] = None
             else:
@@ -102,7 +105,7 @@ class BlockAllocator:
 
     def set_content(self, block_id: int, content: bytes) -> bool:
         """Makes a held block findable under `content`. False, and no change, if another block already has that content."""
-        assert block_id in self._holders, f"block {block_id} gets content, but nobody holds it"
+        assert block_id in self._num_holds, f"block {block_id} gets content, but nobody holds it"
         if content in self._block_of_content:
             return self._block_of_content[content] == block_id
         assert block_id not in self._content, f"block {block_id} already has other content"
@@ -127,28 +130,26 @@ class BlockAllocator:
             total=self.num_blocks,
             free=len(self._free),
             cached=len(self._cached),
-            held=len(self._holders),
+            held=len(self._num_holds),
             held_by={owner: len(block_ids) for owner, block_ids in self._held_by.items()},
         )
 
     def check_balance(self) -> None:
         """Asserts free + cached + held = total and that held blocks have owners; O(owners)."""
-        parts = len(self._free) + len(self._cached) + len(self._holders)
+        parts = len(self._free) + len(self._cached) + len(self._num_holds)
         assert parts == self.num_blocks, f"{parts} of {self.num_blocks} blocks are accounted for: {self.census()}"
         num_holds = sum(map(len, self._held_by.values()))
-        assert num_holds >= len(self._holders), f"{len(self._holders)} blocks are held by only {num_holds} Holds"
-        assert self._holders or not self._held_by, f"owners without a block: {sorted(self._held_by)}"
+        assert num_holds >= len(self._num_holds), f"{len(self._num_holds)} blocks are held by only {num_holds} Holds"
+        assert self._num_holds or not self._held_by, f"owners without a block: {sorted(self._held_by)}"
         assert len(self._content) == len(self._block_of_content), "a content key points to no block, or to two"
 
     def check_integrity(self) -> None:
         """Asserts every invariant block by block; O(blocks), for tests."""
         self.check_balance()
-        places = sorted([*self._free, *self._cached, *self._holders])
+        places = sorted([*self._free, *self._cached, *self._num_holds])
         assert places == list(range(self.num_blocks)), f"a block is in two places, or in none: {places}"
-        holds = sorted((owner, block_id) for owner, block_ids in self._held_by.items() for block_id in block_ids)
-        assert len(holds) == len(set(holds)), "an owner holds a block twice"
-        holders = sorted((owner, block_id) for block_id, owners in self._holders.items() for owner in owners)
-        assert holds == holders, f"Holds {holds} and holders {holders} differ"
+        counted = Counter(block_id for block_ids in self._held_by.values() for block_id in block_ids)
+        assert counted == self._num_holds, f"Holds {counted} and their counts {self._num_holds} differ"
         assert all(self._block_of_content[key] == block_id for block_id, key in self._content.items()), "content maps differ"
         assert all(block_id in self._content for block_id in self._cached), "a cached block has no content"
         assert not any(block_id in self._content for block_id in self._free), "a free block has content"

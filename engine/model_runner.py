@@ -6,19 +6,21 @@ network. Loading reads memory-mapped files and takes seconds; every unusable fol
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import sub
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from engine.batch import StepBatch
+from engine.block_tables import BlockTables
 from engine.kv_cache import KVCache
 from engine.model_spec import ModelError, ModelSpec, parse_model_spec
 from engine.models.llama import LlamaModel
 from engine.models.llama_weights import load_llama_weights
 from engine.sampler import Sampler
+from engine.sequence import num_blocks_for
 from engine.weights.safetensors_files import Progress, SafetensorsFolder, read_json, weights_fingerprint
 from kernels.dispatch import select_ops
 from kernels.ops import AttentionMeta, Ops
@@ -33,6 +35,7 @@ class TorchModelRunner:
         self._model = model
         self._kv_cache = kv_cache
         self._sampler = sampler
+        self._tables = BlockTables()
 
     @torch.inference_mode()
     def run(self, batch: StepBatch) -> list[int]:
@@ -46,30 +49,27 @@ class TorchModelRunner:
         assert batch.num_tokens, "a step without tokens"
         device = self._model.device
         last_rows = [batch.query_starts[row.sequence_index + 1] - 1 for row in batch.sample_rows]
-        token_ids = torch.tensor(batch.token_ids, dtype=torch.int64, device=device)
+        token_ids = torch.frombuffer(batch.token_ids, dtype=torch.int64).to(device)
+        self._tables.apply(batch.table_updates)
         sample_rows = torch.tensor(last_rows, dtype=torch.int64, device=device)
-        return self._model.forward(token_ids, attention_meta(batch, device), self._kv_cache.tensor, sample_rows)
+        return self._model.forward(
+            token_ids, attention_meta(batch, self._tables, self._kv_cache.block_size, device), self._kv_cache.tensor, sample_rows
+        )
 
 
-def attention_meta(batch: StepBatch, device: torch.device) -> AttentionMeta:
-    """The batch's placement as tensors on the device; block tables padded with 0 to the longest."""
-    starts = batch.query_starts
+def attention_meta(batch: StepBatch, tables: BlockTables, block_size: int, device: torch.device) -> AttentionMeta:
+    """The batch's placement as tensors on the device; on a CPU all but the block tables are views of the batch's own arrays."""
+    starts, max_context_len = batch.query_starts, max(batch.context_lens)
+    rows = np.frombuffer(batch.table_rows, dtype=np.int32)
     return AttentionMeta(
-        positions=torch.tensor(batch.positions, dtype=torch.int64, device=device),
-        slot_mapping=torch.tensor(batch.slot_mapping, dtype=torch.int64, device=device),
-        query_starts=torch.tensor(starts, dtype=torch.int32, device=device),
-        context_lens=torch.tensor(batch.context_lens, dtype=torch.int32, device=device),
-        block_tables=torch.from_numpy(_padded(batch.block_tables)).to(device),
-        max_query_len=max(starts[s + 1] - starts[s] for s in range(batch.num_sequences)),
-        max_context_len=max(batch.context_lens),
+        positions=torch.frombuffer(batch.positions, dtype=torch.int64).to(device),
+        slot_mapping=torch.frombuffer(batch.slot_mapping, dtype=torch.int64).to(device),
+        query_starts=torch.frombuffer(starts, dtype=torch.int32).to(device),
+        context_lens=torch.frombuffer(batch.context_lens, dtype=torch.int32).to(device),
+        block_tables=torch.from_numpy(tables.select(rows, num_blocks_for(max_context_len, block_size))).to(device),
+        max_query_len=max(map(sub, starts[1:], starts)),
+        max_context_len=max_context_len,
     )
-
-
-def _padded(block_tables: Sequence[tuple[int, ...]]) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
-    padded = np.zeros((len(block_tables), max(len(table) for table in block_tables)), dtype=np.int32)
-    for row, table in zip(padded, block_tables, strict=True):
-        row[: len(table)] = table
-    return padded
 
 
 @dataclass(frozen=True, slots=True, eq=False)

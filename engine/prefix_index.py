@@ -18,7 +18,7 @@ KEY_BYTES = 16
 
 
 class PrefixIndex:
-    """The prefix cache of one worker. Only full blocks have a key; `match` never changes anything."""
+    """The prefix cache of one worker. Only full blocks have a key; `match` changes nothing but the list of keys that it is given."""
 
     def __init__(self, allocator: BlockAllocator, block_size: int, model_salt: bytes) -> None:
         """`model_salt` is what makes KV of equal tokens differ: the fingerprint of weights, dtype and layout."""
@@ -46,11 +46,16 @@ class PrefixIndex:
             parent = self.child(parent, token_ids[start : start + size])
             keys.append(parent)
 
-    def match(self, keys: Sequence[bytes], num_blocks_max: int) -> list[int]:
-        """The blocks of the longest known start of `keys`, at most `num_blocks_max`. Share them before the next allocation."""
+    def match(self, keys: list[bytes], cache_salt: bytes, token_ids: Sequence[int], num_blocks_max: int) -> list[int]:
+        """The blocks of the longest known start of `token_ids`, at most `num_blocks_max`. Share them before the next allocation.
+
+        Costs O(hit), whatever the length of the prompt: keys are appended to `keys` as far as blocks are found, and one beyond.
+        """
         block_ids: list[int] = []
-        for key in keys[:num_blocks_max]:
-            block_id = self._allocator.find(key)
+        while len(block_ids) < num_blocks_max:
+            if len(block_ids) == len(keys):
+                self.extend(keys, cache_salt, token_ids, (len(keys) + 1) * self.block_size)
+            block_id = self._allocator.find(keys[len(block_ids)])
             if block_id is None:
                 break
             block_ids.append(block_id)

@@ -2,12 +2,13 @@
 
 There are no phases. Each sequence has computed tokens that catch up with its known tokens under a token budget; prompt chunks,
 prefix hits, decodes and recompute after preemption are that one rule. Pure and single-threaded: it takes `now` (monotonic
-seconds), returns batches and events, and must not know devices, threads or the network. Work per step is O(scheduled tokens).
+seconds), returns batches and events, and must not know devices, threads or the network. A step costs O(running sequences + scheduled
+tokens) of plain counting, whatever their contexts; taking, admitting and ending a sequence costs O(its blocks), whoever else is there.
 """
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from dataclasses import dataclass
 
 from common.errors import BatonError, InvalidRequest, Overloaded
@@ -19,9 +20,9 @@ from engine.block_allocator import BlockAllocator
 from engine.commands import ChunkComputed, Command, Event, Refused, Reserved, Sampled, SequenceEnded, SequenceSpec
 from engine.intake import check_size, check_spec
 from engine.prefix_index import PrefixIndex
-from engine.sequence import Kind, Sequence, State, finish_reason, handoff_owner
+from engine.sequence import Kind, Sequence, State, arrival_of, finish_reason, handoff_owner
 from engine.sequence_blocks import SequenceBlocks
-from engine.step_builder import Scheduled, StepBuilder
+from engine.step_builder import StepBuilder
 from engine.waiting_line import WaitingLine
 
 
@@ -29,9 +30,9 @@ from engine.waiting_line import WaitingLine
 class SchedulerSettings:
     """Bounds of one engine.
 
-    A step computes at most `token_budget` tokens, of which at most `prefill_tokens_max` belong to prompt chunks, so that long
-    prompts cannot swamp the sequences that decode beside them. At most `max_sequences` sequences run or are reserved, at most
-    `waiting_max` new ones wait. Admission leaves each active sequence `growth_blocks` blocks to grow into before anyone is
+    A step computes at most `token_budget` tokens, of which at most `prefill_tokens_max` belong to prompt chunks, and at most
+    `prefill_tokens_beside_max` (None: the same) if any sequence decodes in that step: its next token waits for the chunks. At most
+    `max_sequences` sequences run or are reserved, at most `waiting_max` new ones wait. Admission leaves each active sequence `growth_blocks` blocks to grow into before anyone is
     preempted. `retry_after_s` is the hint of a refusal for overload.
     """
 
@@ -42,6 +43,7 @@ class SchedulerSettings:
     max_sequence_tokens: int
     waiting_max: int
     growth_blocks: int = 1
+    prefill_tokens_beside_max: int | None = None
     retry_after_s: float = 1.0
 
     def __post_init__(self) -> None:
@@ -56,6 +58,13 @@ class SchedulerSettings:
             )
         if self.prefill_tokens_max > self.token_budget:
             raise ValueError(f"prefill_tokens_max {self.prefill_tokens_max} is more than token_budget {self.token_budget}")
+        if not 1 <= self.prefill_tokens_beside <= self.prefill_tokens_max:
+            message = f"prefill_tokens_beside_max {self.prefill_tokens_beside} is not within 1 and {self.prefill_tokens_max}"
+            raise ValueError(message)
+
+    @property
+    def prefill_tokens_beside(self) -> int:
+        return self.prefill_tokens_max if self.prefill_tokens_beside_max is None else self.prefill_tokens_beside_max
 
 
 class Scheduler:
@@ -72,11 +81,13 @@ class Scheduler:
         self._sequences: dict[AttemptKey, Sequence] = {}
         self._waiting = WaitingLine()
         self._running: list[Sequence] = []  # by arrival
+        self._prefilling: dict[int, Sequence] = {}  # by arrival number, those that run and lack more than one token
         self._reserved: dict[AttemptKey, Sequence] = {}
         self._handoffs: set[AttemptKey] = set()
         self._num_arrivals = 0
         self._batch: StepBatch | None = None
-        self._scheduled: list[Scheduled] = []
+        self._scheduled: list[Sequence] = []
+        self._num_scheduled: list[int] = []
         self.num_preemptions = 0
 
     # ---- commands ------------------------------------------------------------------------------------------------
@@ -142,7 +153,7 @@ class Scheduler:
             num_blocks, num_available = self._blocks.num_known(sequence), self._allocator.num_available
             raise self._overloaded(f"{num_blocks} KV blocks and {headroom} to grow are asked for, {num_available} are available")
         self._sequences[sequence.key] = self._reserved[sequence.key] = sequence
-        return Reserved(sequence.key, sequence.block_table(), sequence.num_computed)
+        return Reserved(sequence.key, tuple(sequence.block_ids), sequence.num_computed)
 
     def _commit(self, key: AttemptKey, first_token_id: int) -> list[Event]:
         sequence = self._sequences.get(key)
@@ -151,7 +162,7 @@ class Scheduler:
         assert sequence.state is State.RESERVED, f"{key} is committed while it is {sequence.state.value}"
         del self._reserved[key]
         sequence.state = State.RUNNING
-        insort(self._running, sequence, key=_arrival)
+        insort(self._running, sequence, key=arrival_of)
         self._blocks.set_computed(sequence, len(sequence.token_ids))
         reason = self._append(sequence, first_token_id)
         return [] if reason is None else [self._end(sequence, reason)]
@@ -170,14 +181,17 @@ class Scheduler:
         assert self._batch is None, "schedule came before the last batch was applied"
         builder = StepBuilder(self._settings.block_size)
         self._schedule_decodes(builder)
-        num_tokens_max = min(builder.num_tokens + self._settings.prefill_tokens_max, self._settings.token_budget)
-        for sequence in self._running:
-            if sequence.num_uncomputed > 1 and builder.num_tokens < num_tokens_max:
-                builder.add(sequence, min(sequence.num_uncomputed, num_tokens_max - builder.num_tokens))
+        settings, num_decodes = self._settings, builder.num_tokens
+        num_prefill_max = settings.prefill_tokens_beside if num_decodes else settings.prefill_tokens_max
+        num_tokens_max = min(num_decodes + num_prefill_max, settings.token_budget)
+        for arrival in sorted(self._prefilling):
+            if builder.num_tokens == num_tokens_max:
+                break
+            sequence = self._prefilling[arrival]
+            builder.add(sequence, min(sequence.num_uncomputed, num_tokens_max - builder.num_tokens))
         self._admit(builder, num_tokens_max)
-        self._batch, self._scheduled = builder.build(), builder.scheduled
-        for scheduled in self._scheduled:
-            sequence = scheduled.sequence
+        self._batch, self._scheduled, self._num_scheduled = builder.build(), builder.scheduled, builder.num_scheduled
+        for sequence in self._scheduled:
             if sequence.scheduled_s is None:
                 sequence.scheduled_s = now
             if len(sequence.token_ids) == len(sequence.spec.token_ids):
@@ -196,11 +210,17 @@ class Scheduler:
 
     def _preempt(self, victim: Sequence) -> None:
         """Takes all blocks of a sequence. It keeps its known tokens and computes them again when there is room."""
-        self._running.remove(victim)
+        self._leave_running(victim)
         self._blocks.release(victim)
         victim.state = State.WAITING
         self._waiting.put_back(victim)
         self.num_preemptions += 1
+
+    def _leave_running(self, sequence: Sequence) -> None:
+        index = bisect_left(self._running, sequence.arrival, key=arrival_of)
+        assert self._running[index] is sequence, f"{sequence.key} does not run"
+        del self._running[index]
+        self._prefilling.pop(sequence.arrival, None)
 
     def _admit(self, builder: StepBuilder, num_tokens_max: int) -> None:
         while builder.num_tokens < num_tokens_max and len(self._running) + len(self._reserved) < self._settings.max_sequences:
@@ -209,29 +229,36 @@ class Scheduler:
                 return
             self._waiting.remove(sequence)
             sequence.state = State.RUNNING
-            insort(self._running, sequence, key=_arrival)
+            insort(self._running, sequence, key=arrival_of)
+            if sequence.num_uncomputed > 1:
+                self._prefilling[sequence.arrival] = sequence
             if sequence.has_handoff:
                 self._handoffs.add(sequence.key)
             builder.add(sequence, min(sequence.num_uncomputed, num_tokens_max - builder.num_tokens))
 
     def _headroom(self, sequence: Sequence) -> int:
         """Blocks that must stay available when a sequence is admitted: the watermark that keeps preemption from thrashing."""
-        growth_of = self._blocks.growth_of
-        return growth_of(sequence) + sum(map(growth_of, self._running)) + sum(map(growth_of, self._reserved.values()))
+        return self._blocks.growth_of(sequence) + self._blocks.num_kept_for_growth
 
     def apply(self, batch: StepBatch, sampled: list[int], now: float) -> list[Event]:
         """Takes in a step's results: one sampled token per sample row, in their order."""
         assert batch is self._batch, "apply got another batch than schedule returned last"
         assert len(sampled) == len(batch.sample_rows), f"{len(sampled)} tokens for {len(batch.sample_rows)} sample rows"
         self._batch, self._scheduled, step = None, [], self._scheduled
+        block_size, prefilling = self._settings.block_size, self._prefilling
         tokens = iter(sampled)
         events: list[Event] = []
-        for scheduled in step:
-            sequence = scheduled.sequence
-            self._blocks.set_computed(sequence, sequence.num_computed + scheduled.num_tokens)
+        for sequence, num_tokens in zip(step, self._num_scheduled, strict=True):
+            num_computed = sequence.num_computed + num_tokens
+            if num_tokens == 1 and num_computed % block_size:  # most decodes: no block became full
+                sequence.num_computed = num_computed
+            else:
+                self._blocks.set_computed(sequence, num_computed)
+            if prefilling and num_computed + 1 >= len(sequence.token_ids):
+                prefilling.pop(sequence.arrival, None)
             if sequence.kind is Kind.PREFILL:
                 events.append(self._chunk_computed(sequence))
-            if scheduled.is_sampled:
+            if num_computed == len(sequence.token_ids):
                 token_id, token_index = next(tokens), sequence.next_token_index
                 reason = self._append(sequence, token_id)
                 events.append(Sampled(sequence.key, token_index, (token_id,)))
@@ -260,7 +287,7 @@ class Scheduler:
             case State.RESERVED:
                 del self._reserved[sequence.key]
             case State.RUNNING:
-                self._running.remove(sequence)
+                self._leave_running(sequence)
         self._blocks.release(sequence)
         return SequenceEnded(
             key=sequence.key,
@@ -277,7 +304,7 @@ class Scheduler:
         return WorkerLoad(
             num_running=len(self._running),
             num_waiting=len(self._waiting),
-            num_waiting_tokens=self._waiting.num_tokens + sum(s.num_uncomputed for s in self._running if s.num_uncomputed > 1),
+            num_waiting_tokens=self._waiting.num_tokens + sum(sequence.num_uncomputed for sequence in self._prefilling.values()),
             num_blocks_available=self._allocator.num_available,
             num_handoffs=len(self._reserved) + len(self._handoffs),
         )
@@ -295,9 +322,8 @@ class Scheduler:
         assert census.held_by.keys() == owners, (
             f"Holds without a reason, or the reverse: {sorted(census.held_by.keys() ^ owners)}"
         )
+        self._blocks.check_balance((*self._running, *self._reserved.values()))
+        prefilling = {sequence.arrival: sequence for sequence in self._running if sequence.num_uncomputed > 1}
+        assert self._prefilling == prefilling, f"sequences {sorted(prefilling)} prefill, {sorted(self._prefilling)} are known to"
         num_live = len(self._waiting) + len(self._running) + len(self._reserved)
         assert num_live == len(self._sequences), f"{len(self._sequences)} sequences are known, {num_live} have a place"
-
-
-def _arrival(sequence: Sequence) -> int:
-    return sequence.arrival

@@ -56,7 +56,8 @@ class Sequence:
     """One sequence of the engine. `arrival` orders sequences: the lower it is, the later it is preempted.
 
     Invariants: num_computed < len(token_ids) while RUNNING; KV of positions [0, num_computed) lies in `block_ids`;
-    `block_keys` are the prefix keys of full blocks of `token_ids`, as many as were needed so far.
+    `block_keys` are the prefix keys of full blocks of `token_ids`, as many as were needed so far. While it has blocks, its block
+    table is row `table_row` of the model runner's tables, which has been told the first `num_tabled_blocks` of them.
     """
 
     spec: SequenceSpec
@@ -73,7 +74,8 @@ class Sequence:
     num_reported_blocks: int = 0
     scheduled_s: float | None = None
     owner: str = field(init=False)
-    _table: tuple[int, ...] = ()
+    table_row: int = -1
+    num_tabled_blocks: int = 0
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.spec.token_ids)
@@ -105,19 +107,10 @@ class Sequence:
         """Whether a running sequence may lose its blocks. Of a prefill-only one a peer may be reading them: freeing wins nothing."""
         return self.kind is not Kind.PREFILL
 
-    def block_table(self) -> tuple[int, ...]:
-        """The block table as a value, built anew only when it has grown: a decode step must not cost O(tokens)."""
-        if len(self._table) != len(self.block_ids):
-            self._table = tuple(self.block_ids)
-        return self._table
 
-    def set_blocks(self, block_ids: list[int]) -> None:
-        self.block_ids = block_ids
-        self._table = tuple(block_ids)
-
-    def forbidden_token_ids(self) -> tuple[int, ...]:
-        stop = self.spec.stop
-        return stop.stop_token_ids if self.next_token_index < stop.min_new_tokens else ()
+def arrival_of(sequence: Sequence) -> int:
+    """The sort key of every list of sequences."""
+    return sequence.arrival
 
 
 def sequence_owner(key: AttemptKey) -> str:

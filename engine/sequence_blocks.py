@@ -2,13 +2,15 @@
 
 Joins the allocator, the prefix index and the block table of a sequence, so that nobody else does block arithmetic. A sequence
 gets the blocks of all its known tokens at once and grows by one block at a time while it decodes; it must not know queues or
-budgets. All numbers are blocks unless a name says tokens.
+budgets. All numbers are blocks unless a name says tokens; `table_row` names a row of the model runner's block tables.
 
     positions   0 ........ cached ........ computed ........ known       KV of the last known token is computed by the next step
     blocks      [ shared hits ][ allocated at admission ....... ][ +1 whenever `computed` reaches the end of the table ]
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from common.ids import AttemptKey
 from engine.block_allocator import BlockAllocator
@@ -26,6 +28,10 @@ class SequenceBlocks:
         self.block_size = prefix_index.block_size
         self._index = prefix_index
         self._growth_blocks = growth_blocks
+        self.num_kept_for_growth = 0
+        """Sum of `growth_of` over the sequences that have blocks, kept up to date: admission must not cost O(sequences)."""
+        self._free_rows: list[int] = []
+        self._num_rows = 0
 
     def num_final(self, sequence: Sequence) -> int:
         """Blocks of the sequence when it has all tokens that it may ever have."""
@@ -36,8 +42,10 @@ class SequenceBlocks:
 
     def growth_of(self, sequence: Sequence) -> int:
         """Blocks that are kept back for the growth of a sequence; none that it will never need, so one alone always fits."""
-        num_now = len(sequence.block_ids) or self.num_known(sequence)
-        return max(0, min(self._growth_blocks, self.num_final(sequence) - num_now))
+        return self._growth_at(sequence, len(sequence.block_ids) or self.num_known(sequence))
+
+    def _growth_at(self, sequence: Sequence, num_blocks: int) -> int:
+        return max(0, min(self._growth_blocks, self.num_final(sequence) - num_blocks))
 
     def admit(self, sequence: Sequence, headroom: int) -> bool:
         """Gives a sequence the blocks of all known tokens if `headroom` blocks stay available besides; else False, no change.
@@ -48,15 +56,16 @@ class SequenceBlocks:
         assert not sequence.block_ids, f"{sequence.key} already has {len(sequence.block_ids)} blocks"
         num_known = self.num_known(sequence)
         num_matchable = (len(sequence.token_ids) - (sequence.state is not State.RESERVED)) // self.block_size
-        self._index.extend(sequence.block_keys, sequence.spec.cache_salt, sequence.token_ids, num_matchable * self.block_size)
-        hits = self._index.match(sequence.block_keys, num_matchable)
+        hits = self._index.match(sequence.block_keys, sequence.spec.cache_salt, sequence.token_ids, num_matchable)
         num_missing = num_known - len(hits)
         if num_missing + headroom > self.allocator.num_available - self.allocator.num_available_of(hits):
             return False
         self.allocator.share(sequence.owner, hits)
         allocated = self.allocator.allocate(sequence.owner, num_missing)
         assert allocated is not None, f"{num_missing} blocks were counted as available, but are not: {self.allocator.census()}"
-        sequence.set_blocks(hits + allocated)
+        sequence.block_ids = hits + allocated
+        sequence.table_row, sequence.num_tabled_blocks = self._take_row(), 0
+        self.num_kept_for_growth += self._growth_at(sequence, num_known)
         sequence.num_computed = len(hits) * self.block_size
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = sequence.num_computed
@@ -72,6 +81,8 @@ class SequenceBlocks:
         allocated = self.allocator.allocate(sequence.owner, 1)
         if allocated is None:
             return False
+        num_blocks = len(sequence.block_ids)
+        self.num_kept_for_growth += self._growth_at(sequence, num_blocks + 1) - self._growth_at(sequence, num_blocks)
         sequence.block_ids.extend(allocated)
         return True
 
@@ -88,8 +99,28 @@ class SequenceBlocks:
     def release(self, sequence: Sequence) -> None:
         """Drops the sequence's own Holds; a handoff Hold on the same blocks stays."""
         self.allocator.release(sequence.owner)
-        sequence.set_blocks([])
+        if sequence.block_ids:
+            self.num_kept_for_growth -= self._growth_at(sequence, len(sequence.block_ids))
+            self._free_rows.append(sequence.table_row)
+        sequence.block_ids = []
+        sequence.table_row, sequence.num_tabled_blocks = -1, 0
         sequence.num_computed = 0
+
+    def _take_row(self) -> int:
+        """A row that no sequence with blocks has; there are never more rows than such sequences at one time."""
+        if self._free_rows:
+            return self._free_rows.pop()
+        self._num_rows += 1
+        return self._num_rows - 1
+
+    def check_balance(self, sequences: Iterable[Sequence]) -> None:
+        """Asserts that the running numbers equal what counting over all sequences with blocks gives."""
+        rows, growth = [], 0
+        for sequence in sequences:
+            rows.append(sequence.table_row)
+            growth += self.growth_of(sequence)
+        assert growth == self.num_kept_for_growth, f"{growth} blocks are kept for growth, {self.num_kept_for_growth} are counted"
+        assert sorted(rows + self._free_rows) == list(range(self._num_rows)), f"table rows {rows}, free {self._free_rows}"
 
     def release_handoff(self, key: AttemptKey) -> None:
         self.allocator.release(handoff_owner(key))

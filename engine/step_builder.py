@@ -1,64 +1,62 @@
 """Writes the scheduled tokens of the sequences of one step behind each other, as the plain numbers of a StepBatch.
 
-It reads sequences and changes none; what is scheduled is the scheduler's decision. Slots are `block_id * block_size + offset`,
-positions are absolute; a decode costs the same however long its sequence is.
+It reads sequences and changes nothing of them but how much of their block table the runner has been told; what is scheduled is the
+scheduler's decision. Slots are `block_id * block_size + offset`, positions are absolute; a decode costs the same however long its
+sequence is.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from engine.batch import SampleRow, StepBatch
+from engine.batch import SampleRow, StepBatch, TableUpdate
 from engine.sequence import Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class Scheduled:
-    """`num_tokens` of a sequence from its first uncomputed one on; `is_sampled` if that catches up with the known tokens."""
-
-    sequence: Sequence
-    num_tokens: int
-    is_sampled: bool
-
-
 class StepBuilder:
+    """`scheduled` and `num_scheduled` run parallel: the sequences of the step and how many tokens each computes in it."""
+
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._batch = StepBatch([], [], [], [0], [], [], [])
-        self.scheduled: list[Scheduled] = []
+        self._batch = StepBatch()
+        self.scheduled: list[Sequence] = []
+        self.num_scheduled: list[int] = []
 
     @property
     def num_tokens(self) -> int:
-        return self._batch.num_tokens
+        return len(self._batch.token_ids)
 
     def add(self, sequence: Sequence, num_tokens: int) -> None:
-        """Schedules the next `num_tokens` of a sequence whose blocks cover them."""
-        start, end, size = sequence.num_computed, sequence.num_computed + num_tokens, self._block_size
-        assert 0 < num_tokens <= sequence.num_uncomputed, f"{sequence.key}: {num_tokens} of {sequence.num_uncomputed} tokens"
-        assert end <= len(sequence.block_ids) * size, f"{sequence.key}: {end} tokens on {len(sequence.block_ids)} blocks"
-        batch = self._batch
+        """Schedules the next `num_tokens` of a sequence whose blocks cover them; its next token is sampled if that is all."""
+        batch, size, block_ids, known = self._batch, self._block_size, sequence.block_ids, sequence.token_ids
+        start = sequence.num_computed
+        end = start + num_tokens
+        assert num_tokens > 0 and end <= len(known), f"{sequence.key}: {num_tokens} of {len(known) - start} tokens"
+        assert end <= len(block_ids) * size, f"{sequence.key}: {end} tokens on {len(block_ids)} blocks"
         if num_tokens == 1:
-            batch.token_ids.append(sequence.token_ids[start])
+            batch.token_ids.append(known[start])
             batch.positions.append(start)
-            batch.slot_mapping.append(sequence.block_ids[start // size] * size + start % size)
+            batch.slot_mapping.append(block_ids[start // size] * size + start % size)
         else:
-            batch.token_ids.extend(sequence.token_ids[start:end])
+            batch.token_ids.extend(known[start:end])
             batch.positions.extend(range(start, end))
             for block_index in range(start // size, (end - 1) // size + 1):
-                first_slot = sequence.block_ids[block_index] * size
+                first_slot = block_ids[block_index] * size
                 first_offset = max(start - block_index * size, 0)
                 end_offset = min(end - block_index * size, size)
                 batch.slot_mapping.extend(range(first_slot + first_offset, first_slot + end_offset))
         batch.query_starts.append(len(batch.token_ids))
         batch.context_lens.append(end)
-        batch.block_tables.append(sequence.block_table())
-        is_sampled = end == len(sequence.token_ids)
-        if is_sampled:
-            row = SampleRow(
-                len(self.scheduled), sequence.next_token_index, sequence.spec.sampling, sequence.forbidden_token_ids()
-            )
-            batch.sample_rows.append(row)
-        self.scheduled.append(Scheduled(sequence, num_tokens, is_sampled))
+        batch.table_rows.append(sequence.table_row)
+        num_tabled = sequence.num_tabled_blocks
+        if num_tabled < len(block_ids):
+            batch.table_updates.append(TableUpdate(sequence.table_row, num_tabled, tuple(block_ids[num_tabled:])))
+            sequence.num_tabled_blocks = len(block_ids)
+        if end == len(known):
+            spec = sequence.spec
+            token_index, stop = end - spec.num_prompt_tokens, spec.stop
+            forbidden = stop.stop_token_ids if token_index < stop.min_new_tokens else ()
+            batch.sample_rows.append(SampleRow(len(self.scheduled), token_index, spec.sampling, forbidden))
+        self.scheduled.append(sequence)
+        self.num_scheduled.append(num_tokens)
 
     def build(self) -> StepBatch | None:
         """The step's batch; None if nothing was scheduled."""

@@ -1,22 +1,25 @@
 """Orders the sequences that wait for a slot and blocks: preempted ones first by arrival, then new ones as they came.
 
 A preempted sequence has been promised its place, so a new arrival never overtakes it and it does not count against the bound of
-the line. Pure; it must not know blocks or budgets; `num_tokens` counts the known tokens that wait to be computed.
+the line. Pure; it must not know blocks or budgets; `num_tokens` counts the known tokens that wait to be computed. Each operation costs
+the same however long the line is.
 """
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
+from collections import OrderedDict
 from collections.abc import Iterator
 
 from common.ids import AttemptKey
-from engine.sequence import Sequence, State
+from engine.sequence import Sequence, State, arrival_of
 
 
 class WaitingLine:
     def __init__(self) -> None:
         self._preempted: list[Sequence] = []
-        self._new: dict[AttemptKey, Sequence] = {}
+        # Not a dict: one that has lost its first entries searches for the new first one through all of them.
+        self._new: OrderedDict[AttemptKey, Sequence] = OrderedDict()
         self.num_tokens = 0
 
     def __len__(self) -> int:
@@ -39,14 +42,16 @@ class WaitingLine:
     def put_back(self, sequence: Sequence) -> None:
         """A preempted sequence, before all new ones."""
         assert sequence.state is State.WAITING
-        insort(self._preempted, sequence, key=lambda waiting: waiting.arrival)
+        insort(self._preempted, sequence, key=arrival_of)
         self.num_tokens += len(sequence.token_ids)
 
     def head(self) -> Sequence | None:
         """The one sequence that may be admitted next; nobody behind it is, however small, or large ones would starve."""
-        return next(iter(self), None)
+        return self._preempted[0] if self._preempted else next(iter(self._new.values()), None)
 
     def remove(self, sequence: Sequence) -> None:
         if self._new.pop(sequence.key, None) is None:
-            self._preempted.remove(sequence)
+            index = bisect_left(self._preempted, sequence.arrival, key=arrival_of)
+            assert self._preempted[index] is sequence, f"{sequence.key} does not wait"
+            del self._preempted[index]
         self.num_tokens -= len(sequence.token_ids)

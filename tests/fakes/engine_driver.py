@@ -69,6 +69,7 @@ class EngineDriver:
         block_size: int = 4,
         token_budget: int = 16,
         prefill_tokens_max: int | None = None,
+        prefill_tokens_beside_max: int | None = None,
         max_sequences: int = 8,
         max_sequence_tokens: int | None = None,
         waiting_max: int = 64,
@@ -82,6 +83,7 @@ class EngineDriver:
             block_size=block_size,
             token_budget=token_budget,
             prefill_tokens_max=prefill_tokens_max or token_budget,
+            prefill_tokens_beside_max=prefill_tokens_beside_max,
             max_sequences=max_sequences,
             max_sequence_tokens=max_sequence_tokens or num_blocks * block_size + 1,
             waiting_max=waiting_max,
@@ -100,7 +102,6 @@ class EngineDriver:
         self.now += 1.0
         self.last_batch = batch = self.scheduler.schedule(self.now)
         if batch is None:
-            self.scheduler.check_balance()
             self.check()
             return None
         return self._take(self.scheduler.apply(batch, self.runner.run(batch), self.now))
@@ -116,6 +117,7 @@ class EngineDriver:
 
     def check(self) -> None:
         self.allocator.check_integrity()
+        self.scheduler.check_balance()
         self.runner.poison(self.allocator.free_block_ids())
 
     def assert_no_block_held(self) -> None:

@@ -72,6 +72,8 @@ class FakeRunner:
     vocab_size: int = 97
     num_steps: int = 0
     slots: list[int] = field(init=False)
+    tables: dict[int, list[int]] = field(default_factory=dict)
+    num_entries_written: int = 0
 
     def __post_init__(self) -> None:
         self.slots = [POISON] * (self.num_blocks * self.block_size)
@@ -79,6 +81,7 @@ class FakeRunner:
     # ---- ModelRunner ---------------------------------------------------------------------------------------------
 
     def run(self, batch: StepBatch) -> list[int]:
+        self._update_tables(batch)
         self._check_shape(batch)
         self.num_steps += 1
         for row in range(batch.num_sequences):
@@ -93,11 +96,24 @@ class FakeRunner:
         links = (self._read(batch, row.sequence_index, position) for position in range(context_len))
         return sample(links, row.token_index, row.sampling, row.forbidden_token_ids, self.vocab_size)
 
+    def _update_tables(self, batch: StepBatch) -> None:
+        assert len({update.row for update in batch.table_updates}) == len(batch.table_updates), "a row is updated twice"
+        for row, first, block_ids in batch.table_updates:
+            table = self.tables.setdefault(row, [])
+            assert block_ids, f"an empty update of row {row}"
+            assert first in (0, len(table)), f"row {row} has {len(table)} entries and gets more from {first} on"
+            table[first:] = block_ids
+            self.num_entries_written += len(block_ids)
+
+    def table(self, batch: StepBatch, sequence_index: int) -> list[int]:
+        """The block table of one sequence of a batch."""
+        return self.tables[batch.table_rows[sequence_index]]
+
     def _slot(self, table: Sequence[int], position: int) -> int:
         return table[position // self.block_size] * self.block_size + position % self.block_size
 
     def _read(self, batch: StepBatch, row: int, position: int) -> int:
-        slot = self._slot(batch.block_tables[row], position)
+        slot = self._slot(self.table(batch, row), position)
         word = self.slots[slot]
         assert word != POISON, f"row {row} reads position {position} from slot {slot}, which is not written since it was freed"
         return word
@@ -106,18 +122,21 @@ class FakeRunner:
         num_tokens, num_sequences = batch.num_tokens, batch.num_sequences
         assert num_tokens > 0, "an empty step"
         assert len(batch.positions) == len(batch.slot_mapping) == num_tokens
-        assert len(batch.query_starts) == num_sequences + 1 and len(batch.block_tables) == num_sequences
+        assert len(batch.query_starts) == num_sequences + 1 and len(batch.table_rows) == num_sequences
         assert batch.query_starts[0] == 0 and batch.query_starts[-1] == num_tokens
+        assert len(set(batch.table_rows)) == num_sequences, f"two sequences share a table row: {batch.table_rows}"
         assert len(set(batch.slot_mapping)) == num_tokens, "two tokens of one step are written to one slot"
         for row, (start, end) in enumerate(zip(batch.query_starts, batch.query_starts[1:], strict=False)):
-            context_len, table = batch.context_lens[row], batch.block_tables[row]
+            context_len, table = batch.context_lens[row], self.table(batch, row)
             assert start < end, f"row {row} has no token"
-            assert batch.positions[start:end] == list(range(context_len - (end - start), context_len)), f"positions of row {row}"
+            assert list(batch.positions[start:end]) == list(range(context_len - (end - start), context_len)), (
+                f"positions of row {row}"
+            )
             assert len(table) * self.block_size >= context_len, f"row {row}: {context_len} tokens on {len(table)} blocks"
             assert len(set(table)) == len(table), f"row {row} has a block twice: {table}"
             assert all(0 <= block_id < self.num_blocks for block_id in table), f"row {row}: {table}"
             expected = [self._slot(table, position) for position in batch.positions[start:end]]
-            assert batch.slot_mapping[start:end] == expected, f"slots of row {row}"
+            assert list(batch.slot_mapping[start:end]) == expected, f"slots of row {row}"
         rows = [row.sequence_index for row in batch.sample_rows]
         assert rows == sorted(set(rows)) and all(0 <= row < num_sequences for row in rows), f"sample rows {rows}"
 

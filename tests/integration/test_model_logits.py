@@ -16,10 +16,11 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from common.types import SamplingParams
-from engine.batch import SampleRow, StepBatch
+from engine.batch import SampleRow, StepBatch, TableUpdate
 from engine.model_runner import LoadedModel, load_engine_model
 from kernels.dispatch import select_ops
 from kernels.ops import Ops
+from tests.fakes.batches import make_batch
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_TOKENS, VOCAB = 4, 96, 70, 131
 DIFFERENCE_MAX = 1e-4
@@ -120,7 +121,7 @@ def block_table(sequence: int, num_tokens: int, pitch: int) -> tuple[int, ...]:
 
 
 def step(token_ids: list[int], pieces: list[Piece], pitch: int) -> StepBatch:
-    batch = StepBatch([], [], [], [0], [], [], [])
+    batch = StepBatch()
     for index, piece in enumerate(pieces):
         table = block_table(piece.sequence, piece.end, pitch)
         for position in range(piece.start, piece.end):
@@ -129,7 +130,8 @@ def step(token_ids: list[int], pieces: list[Piece], pitch: int) -> StepBatch:
             batch.slot_mapping.append(table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE)
         batch.query_starts.append(len(batch.token_ids))
         batch.context_lens.append(piece.end)
-        batch.block_tables.append(table)
+        batch.table_rows.append(index)
+        batch.table_updates.append(TableUpdate(index, 0, table))
         if piece.sampled:
             batch.sample_rows.append(SampleRow(index, 0, SamplingParams(temperature=0.0)))
     return batch
@@ -253,6 +255,6 @@ def test_the_fingerprint_is_stable_and_tells_weights_apart(checkpoints: dict[str
 
 def test_positions_beyond_the_model_are_an_error_not_a_wrong_rotation(checkpoints: dict[str, Checkpoint]) -> None:
     loaded = load(checkpoints["llama"], kernels("reference", torch.float32))
-    batch = StepBatch([1], [128], [0], [0, 1], [129], [tuple(range(33))], [])
+    batch = make_batch([1], [128], [0], [0, 1], [129], [range(33)], [])
     with pytest.raises((IndexError, RuntimeError), match="index out of range"):
         loaded.runner.run(batch)

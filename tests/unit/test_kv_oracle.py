@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from array import array
 
 import pytest
 
 from common.types import SamplingParams
-from engine.batch import SampleRow, StepBatch
+from engine.batch import SampleRow, StepBatch, TableUpdate
+from tests.fakes.batches import make_batch
 from tests.fakes.engine_driver import make_spec
 from tests.fakes.kv_oracle import FakeRunner, copy_blocks, lone_run
 
@@ -18,13 +20,13 @@ FIRST = lone_run(SPEC, 1 << 30)[0]
 def whole_prompt(table=(5, 2, 7), token_ids=tuple(range(10))) -> StepBatch:
     positions = list(range(10))
     slots = [table[position // 4] * 4 + position % 4 for position in positions]
-    return StepBatch(list(token_ids), positions, slots, [0, 10], [10], [tuple(table)], [SampleRow(0, 0, SamplingParams())])
+    return make_batch(token_ids, positions, slots, [0, 10], [10], [table], [SampleRow(0, 0, SamplingParams())])
 
 
 def sample_again(runner: FakeRunner, table=(5, 2, 7)) -> int:
     """Computes the last prompt token once more and samples: reads all of the context through the table."""
     slot = table[2] * 4 + 1
-    batch = StepBatch([9], [9], [slot], [0, 1], [10], [tuple(table)], [SampleRow(0, 0, SamplingParams())])
+    batch = make_batch([9], [9], [slot], [0, 1], [10], [table], [SampleRow(0, 0, SamplingParams())])
     return runner.run(batch)[0]
 
 
@@ -83,13 +85,15 @@ def test_copied_blocks_give_the_same_output_elsewhere(runner: FakeRunner) -> Non
 @pytest.mark.parametrize(
     "damage",
     [
-        {"slot_mapping": [0] * 10},
-        {"positions": list(range(1, 11))},
-        {"query_starts": [0, 9]},
-        {"context_lens": [11]},
-        {"block_tables": [(5, 2)]},
-        {"block_tables": [(5, 2, 9)]},
-        {"block_tables": [(2, 5, 7)]},
+        {"slot_mapping": array("q", [0] * 10)},
+        {"positions": array("q", range(1, 11))},
+        {"query_starts": array("i", [0, 9])},
+        {"context_lens": array("i", [11])},
+        {"table_updates": [TableUpdate(0, 0, (5, 2))]},
+        {"table_updates": [TableUpdate(0, 0, (5, 2, 9))]},
+        {"table_updates": [TableUpdate(0, 0, (2, 5, 7))]},
+        {"table_updates": [TableUpdate(0, 1, (5, 2, 7))]},
+        {"table_updates": [TableUpdate(0, 0, (5, 2, 7)), TableUpdate(0, 0, (5, 2, 7))]},
         {"sample_rows": [SampleRow(1, 0, SamplingParams())]},
     ],
 )

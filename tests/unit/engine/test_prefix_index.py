@@ -66,8 +66,22 @@ def test_match_is_the_longest_unbroken_start() -> None:
     keys = keys_of()
     index.register(block_ids[0], keys[0])
     index.register(block_ids[2], keys[2])
-    assert index.match(keys, 3) == block_ids[:1], "the hole ends the match"
+    assert index.match([], b"", TOKENS, 3) == block_ids[:1], "the hole ends the match"
     index.register(block_ids[1], keys[1])
-    assert index.match(keys, 3) == block_ids
-    assert index.match(keys, 2) == block_ids[:2]
-    assert index.match(keys_of(salt=b"other"), 3) == []
+    assert index.match([], b"", TOKENS, 3) == block_ids
+    assert index.match(keys_of(), b"", TOKENS, 2) == block_ids[:2]
+    assert index.match([], b"other", TOKENS, 3) == []
+
+
+def test_match_computes_the_keys_of_the_hit_and_one_more_whatever_the_prompt_s_length() -> None:
+    allocator = BlockAllocator(4)
+    index = PrefixIndex(allocator, 4, b"m")
+    block_ids = allocator.allocate("a", 2)
+    assert block_ids is not None
+    for block_id, key in zip(block_ids, keys_of(), strict=False):
+        index.register(block_id, key)
+    keys: list[bytes] = []
+    prompt = (*TOKENS[:8], *range(500, 4500))
+    assert index.match(keys, b"", prompt, 1000) == block_ids
+    assert len(keys) == 3 and keys[:2] == keys_of()[:2]
+    assert index.match(keys, b"", prompt, 1000) == block_ids and len(keys) == 3, "a second look computes none"

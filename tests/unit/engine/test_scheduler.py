@@ -132,16 +132,6 @@ def test_generated_tokens_are_prefix_cached_too() -> None:
     assert driver["b"].tokens == lone_run(make_spec("b", [*history, 5, 6], 3), VOCAB)
 
 
-def test_a_decode_step_reuses_the_block_table_of_the_step_before() -> None:
-    driver = EngineDriver()
-    driver.handle(Generate(make_spec("a", range(5), 12)))
-    tables = []
-    while driver.step() is not None:
-        tables.append(driver.last_batch.block_tables[0])
-    changes = sum(before is not after for before, after in zip(tables, tables[1:], strict=False))
-    assert changes == 2, "5 + 11 tokens with KV: two blocks at first, then the third and the fourth"
-
-
 @pytest.mark.parametrize("num_steps", range(8))
 def test_abort_at_any_time_frees_everything(num_steps: int) -> None:
     driver = EngineDriver(token_budget=8)

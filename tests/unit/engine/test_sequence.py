@@ -28,15 +28,6 @@ def test_a_stop_token_counts_only_from_min_new_tokens_on() -> None:
     assert [finish_reason(7, index, stop) for index in range(3)] == [None, None, FinishReason.STOP]
 
 
-def test_stop_tokens_are_forbidden_exactly_while_they_do_not_count() -> None:
-    sequence = Sequence(make_spec("a", [1, 2], 5, min_new_tokens=2, stop_token_ids=(7,)), Kind.GENERATE, 1)
-    forbidden = []
-    for token_id in (10, 11, 12):
-        forbidden.append(sequence.forbidden_token_ids())
-        sequence.token_ids.append(token_id)
-    assert forbidden == [(7,), (7,), ()]
-
-
 def test_the_token_index_of_a_resumed_sequence_counts_earlier_tokens() -> None:
     sequence = Sequence(make_spec("a", [1, 2, 3], 9, emitted=(50, 51)), Kind.GENERATE, 1)
     assert sequence.next_token_index == 2
@@ -45,16 +36,6 @@ def test_the_token_index_of_a_resumed_sequence_counts_earlier_tokens() -> None:
 
 def test_a_prefill_only_sequence_needs_no_room_for_its_completion() -> None:
     assert Sequence(make_spec("a", range(10), 1000), Kind.PREFILL, 1).num_tokens_max == 11
-
-
-def test_the_block_table_value_follows_the_blocks() -> None:
-    sequence = Sequence(make_spec("a", [1, 2]), Kind.GENERATE, 1)
-    sequence.set_blocks([4, 2])
-    assert sequence.block_table() is sequence.block_table() == (4, 2)
-    sequence.block_ids.append(9)
-    assert sequence.block_table() == (4, 2, 9)
-    sequence.set_blocks([1, 1, 1])
-    assert sequence.block_table() == (1, 1, 1)
 
 
 def test_blocks_for_tokens_round_up() -> None:
