@@ -135,9 +135,7 @@ class _Pair:
             result[f"{order}_read_s"], result[f"{order}_scatter_s"] = timeline.transfer_s, timeline.scatter_s
         share = max(1, num_blocks // self._spec.num_concurrent)
         started_s = time.perf_counter()
-        each = await asyncio.gather(
-            *(self.handoff(share, "scattered", seed=100 + n) for n in range(self._spec.num_concurrent))
-        )
+        each = await asyncio.gather(*(self.handoff(share, "scattered", seed=100 + n) for n in range(self._spec.num_concurrent)))
         result["concurrent_rate"] = len(each) * share * self._block_bytes / (time.perf_counter() - started_s)
         result["concurrent_spread"] = max(s for s, _ in each) / min(s for s, _ in each)
         return result

@@ -156,7 +156,7 @@ class OutgoingHandoffs:
             self._count(STALE_EPOCH if step.fault is Fault.STALE_EPOCH else PROTOCOL_ERROR, 1)
         for instruction in step.instructions:
             self._carry_out(entry, instruction)
-        if entry.record.num_ready_blocks and not entry.is_queued:
+        if self._may_gather(entry) and not entry.is_queued:
             entry.is_queued = True
             self._ready.append(entry)
             self._wake.set()
@@ -198,10 +198,15 @@ class OutgoingHandoffs:
         while self._ready:
             entry = self._ready.popleft()
             entry.is_queued = False
-            if entry.record.num_ready_blocks:
+            if self._may_gather(entry):
                 return entry
         self._wake.clear()
         return None
+
+    def _may_gather(self, entry: Outgoing) -> bool:
+        """It has blocks to gather and not too many frames on their way; an acknowledgement makes room for the next."""
+        num_in_flight = len(entry.record.gathering) + len(entry.record.unacked)
+        return entry.record.num_ready_blocks > 0 and num_in_flight < self._settings.frames_in_flight_max
 
     # ---- links and time ----------------------------------------------------------------------------------------------
 

@@ -80,7 +80,7 @@ class KVSender:
         self._listener: LinkListener | None = None
         self._unoffered = UnofferedHandoffs(settings, clock, count)
         self._handoffs = OutgoingHandoffs(slabs, settings, clock, count, self._unoffered.bury)
-        self._pump = GatherPump(self._handoffs, slabs, copier, layout, settings, count)
+        self._pump = GatherPump(self._handoffs, slabs, copier, layout, self._tasks, settings, count)
         self._is_draining = False
 
     # ---- what the worker calls ---------------------------------------------------------------------------------

@@ -44,8 +44,10 @@ class FabricSettings:
     handoffs_max: int = 1024
     pending_opens_max: int = 1024
     tombstones_max: int = 4096
-    frames_in_flight_max: int = 8
-    """Frames of one handoff that the receiver moves at once, so that one handoff cannot take all slabs."""
+    frames_in_flight_max: int = 6
+    """Frames of one handoff that each end has in slabs at once: the sender from gather to acknowledgement, the receiver from read
+    to scatter. Enough for a gather, a read and a scatter to run beside each other with one frame waiting for each; few enough
+    that one handoff can neither take all slabs nor queue much in front of another, and that the slabs stay in the cache."""
 
     def __post_init__(self) -> None:
         for item in fields(self):

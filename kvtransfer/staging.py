@@ -48,7 +48,8 @@ class SlabPool:
         self._mapping = mmap.mmap(-1, num_slabs * stride, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.region = memoryview(self._mapping)
         self._slabs = [Slab(i, i * stride, self.region[i * stride : i * stride + slab_bytes]) for i in range(num_slabs)]
-        self._free: deque[Slab] = deque(self._slabs)
+        # Last returned, first taken: that slab's bytes are still in the processor's cache, so a lone handoff keeps to a few slabs.
+        self._free: list[Slab] = self._slabs[::-1]
         self._in_use: set[int] = set()
         self._quarantined_since_s: dict[int, float] = {}
         self._waiters: deque[asyncio.Future[Slab]] = deque()
@@ -56,7 +57,7 @@ class SlabPool:
     async def acquire(self, timeout_s: float) -> Slab:
         """A free slab, first come first served. Raises DeadlineExceeded after `timeout_s` without one."""
         if self._free and not self._waiters:
-            return self._take(self._free.popleft())
+            return self._take(self._free.pop())
         waiter: asyncio.Future[Slab] = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
         try:
