@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, ProcessCollector, generate_latest
 from prometheus_client.registry import Collector
 
-from common.types import BlockCensus, HandoffTimeline, WorkerLoad
+from common.types import BlockCensus, EngineCounts, HandoffTimeline, WorkerLoad
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
@@ -46,8 +46,24 @@ class WorkerMetrics:
         self._waiting = gauge("baton_sequences_waiting", "Sequences that wait for a slot")
         self._blocks = Gauge("baton_kv_blocks", "KV blocks by state", [*labels, "state"], registry=registry)
         self._handoffs = gauge("baton_handoffs_open", "Handoffs under way")
-        self._preemptions = Counter("baton_preemptions", "Sequences preempted", labels, registry=registry).labels(*values)
-        self._num_preemptions = 0
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(name, text, labels, registry=registry).labels(*values)
+
+        self._engine = {
+            "num_steps": counter("baton_engine_steps", "Steps that the engine ran"),
+            "num_prompt_tokens": counter("baton_engine_prompt_tokens", "Tokens computed in prompt chunks"),
+            "num_decode_tokens": counter("baton_engine_decode_tokens", "Tokens computed one per sequence and step"),
+            "num_prefix_hit_tokens": counter("baton_engine_prefix_hit_tokens", "Tokens whose KV the prefix cache had"),
+            "num_preemptions": counter("baton_preemptions", "Sequences preempted"),
+        }
+        self._counted = dict.fromkeys(self._engine, 0)
+        self._step_s = Histogram(
+            "baton_engine_step_seconds",
+            "Time of one engine step, from scheduling to its events",
+            buckets=SECONDS,
+            registry=registry,
+        )
         self._attempts = Counter(
             "baton_attempts", "Attempts that ended, by reason and error kind", ["reason", "kind"], registry=registry
         )
@@ -76,17 +92,23 @@ class WorkerMetrics:
         self._values = values
         self._update_lock = threading.Lock()
 
-    def update(self, load: WorkerLoad, census: BlockCensus, num_preemptions: int) -> None:
-        """`num_preemptions` since the process started. May be called from several scraping threads at once."""
+    def update(self, load: WorkerLoad, census: BlockCensus, counts: EngineCounts) -> None:
+        """`counts` since the process started. May be called from several scraping threads at once."""
         self._running.set(load.num_running)
         self._waiting.set(load.num_waiting)
         self._handoffs.set(load.num_handoffs)
         with self._update_lock:
-            if num_preemptions > self._num_preemptions:
-                self._preemptions.inc(num_preemptions - self._num_preemptions)
-                self._num_preemptions = num_preemptions
+            for name, counter in self._engine.items():
+                increase = getattr(counts, name) - self._counted[name]
+                if increase > 0:  # else another scrape took a later snapshot and was faster
+                    counter.inc(increase)
+                    self._counted[name] += increase
         for state, count in (("free", census.free), ("cached", census.cached), ("held", census.held)):
             self._blocks.labels(*self._values, state).set(count)
+
+    def step_ran(self, seconds: float) -> None:
+        """Called on the engine thread, once per step."""
+        self._step_s.observe(seconds)
 
     def attempt_ended(self, reason: str, kind: str) -> None:
         self._attempts.labels(reason, kind).inc()

@@ -97,6 +97,21 @@ class WorkerLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineCounts:
+    """What one engine has done since its start. Every token that was computed is either a prompt token or a decode token.
+
+    *Decode tokens* were the only one that their sequence lacked; *prompt tokens* came in chunks, recompute after a preemption
+    included. *Prefix-hit tokens* needed no computing, because the prefix cache had their KV.
+    """
+
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    num_decode_tokens: int = 0
+    num_prefix_hit_tokens: int = 0
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerInfo:
     """What a worker registers. `kv_fingerprint` must be equal on both ends of a handoff.
 

@@ -18,7 +18,13 @@ def main() -> None:
     settings = settings_or_exit(DecodeSettings, sys.argv[1:], os.environ, prog="decode_service")
     prepare_process(settings)
     code = asyncio.run(
-        run_worker(Role.DECODE, settings, make_decode_role(settings), prefill_tokens_max=settings.local_prefill_tokens)
+        run_worker(
+            Role.DECODE,
+            settings,
+            make_decode_role(settings),
+            prefill_tokens_max=settings.token_budget,
+            prefill_tokens_beside_max=settings.local_prefill_tokens,
+        )
     )
     exit_process(code)
 

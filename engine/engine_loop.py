@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from common.clock import Clock
 from common.errors import Overloaded, WorkerUnavailable
-from common.types import BlockCensus, WorkerLoad
+from common.types import BlockCensus, EngineCounts, WorkerLoad
 from engine.batch import ModelRunner
 from engine.commands import Command, Event, Generate, Prefill, Reserve, StepEvents
 from engine.scheduler import Scheduler
@@ -23,7 +23,8 @@ RETRY_AFTER_S = 0.5
 
 
 class EngineLoop:
-    """`start`, `submit`…, `stop`. `on_events` and `on_fatal` are called on the engine thread and must not block."""
+    """`start`, `submit`…, `stop`. `on_events`, `on_fatal` and `on_step` (seconds of each step) are called on the engine thread
+    and must not block."""
 
     def __init__(
         self,
@@ -33,6 +34,7 @@ class EngineLoop:
         clock: Clock,
         on_events: Callable[[StepEvents], None],
         on_fatal: Callable[[BaseException], None],
+        on_step: Callable[[float], None] = lambda seconds: None,
         command_queue_max: int = 4096,
         name: str = "engine",
     ) -> None:
@@ -41,6 +43,7 @@ class EngineLoop:
         self._clock = clock
         self._on_events = on_events
         self._on_fatal = on_fatal
+        self._on_step = on_step
         self._command_queue_max = command_queue_max
         self._commands: deque[Command] = deque()
         self._wakeup = threading.Condition()
@@ -49,7 +52,7 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._load = scheduler.load()
         self._census = scheduler.census()
-        self._num_preemptions = 0
+        self._counts = scheduler.counts()
         self._busy_since_s: float | None = None
         self._last_progress_s = clock.monotonic()
 
@@ -97,10 +100,9 @@ class EngineLoop:
         """As of the last step border."""
         return self._census
 
-    @property
-    def num_preemptions(self) -> int:
+    def counts(self) -> EngineCounts:
         """Since the start, as of the last step border."""
-        return self._num_preemptions
+        return self._counts
 
     @property
     def last_progress_s(self) -> float:
@@ -161,13 +163,14 @@ class EngineLoop:
         events = scheduler.apply(batch, self._runner.run(batch), self._clock.monotonic())
         self._publish()
         self._post(events)
+        self._on_step(self._clock.monotonic() - now)
         return True
 
     def _publish(self) -> None:
         """Immutable snapshots for other threads; before the events, so that who hears of an end also sees its blocks free."""
         self._load = self._scheduler.load()
         self._census = self._scheduler.census()
-        self._num_preemptions = self._scheduler.num_preemptions
+        self._counts = self._scheduler.counts()
 
     def _post(self, events: list[Event]) -> None:
         if events:

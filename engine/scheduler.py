@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from common.errors import BatonError, InvalidRequest, Overloaded
 from common.ids import AttemptKey
-from common.types import BlockCensus, FinishReason, WorkerLoad
+from common.types import BlockCensus, EngineCounts, FinishReason, WorkerLoad
 from engine import commands
 from engine.batch import StepBatch
 from engine.block_allocator import BlockAllocator
@@ -32,8 +32,8 @@ class SchedulerSettings:
 
     A step computes at most `token_budget` tokens, of which at most `prefill_tokens_max` belong to prompt chunks, and at most
     `prefill_tokens_beside_max` (None: the same) if any sequence decodes in that step: its next token waits for the chunks. At most
-    `max_sequences` sequences run or are reserved, at most `waiting_max` new ones wait. Admission leaves each active sequence `growth_blocks` blocks to grow into before anyone is
-    preempted. `retry_after_s` is the hint of a refusal for overload.
+    `max_sequences` sequences run or are reserved, at most `waiting_max` new ones wait. Admission leaves each active sequence
+    `growth_blocks` blocks to grow into before anyone is preempted. `retry_after_s` is the hint of a refusal for overload.
     """
 
     block_size: int
@@ -89,6 +89,9 @@ class Scheduler:
         self._scheduled: list[Sequence] = []
         self._num_scheduled: list[int] = []
         self.num_preemptions = 0
+        self._num_steps = 0
+        self._num_prompt_tokens = 0
+        self._num_decode_tokens = 0
 
     # ---- commands ------------------------------------------------------------------------------------------------
 
@@ -190,6 +193,10 @@ class Scheduler:
             sequence = self._prefilling[arrival]
             builder.add(sequence, min(sequence.num_uncomputed, num_tokens_max - builder.num_tokens))
         self._admit(builder, num_tokens_max)
+        if builder.num_tokens:
+            self._num_steps += 1
+            self._num_decode_tokens += num_decodes
+            self._num_prompt_tokens += builder.num_tokens - num_decodes
         self._batch, self._scheduled, self._num_scheduled = builder.build(), builder.scheduled, builder.num_scheduled
         for sequence in self._scheduled:
             if sequence.scheduled_s is None:
@@ -307,6 +314,16 @@ class Scheduler:
             num_waiting_tokens=self._waiting.num_tokens + sum(sequence.num_uncomputed for sequence in self._prefilling.values()),
             num_blocks_available=self._allocator.num_available,
             num_handoffs=len(self._reserved) + len(self._handoffs),
+        )
+
+    def counts(self) -> EngineCounts:
+        """Since the start; a step counts when it is scheduled."""
+        return EngineCounts(
+            num_steps=self._num_steps,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_decode_tokens=self._num_decode_tokens,
+            num_prefix_hit_tokens=self._blocks.num_hit_tokens,
+            num_preemptions=self.num_preemptions,
         )
 
     def census(self) -> BlockCensus:

@@ -30,6 +30,7 @@ class SequenceBlocks:
         self._growth_blocks = growth_blocks
         self.num_kept_for_growth = 0
         """Sum of `growth_of` over the sequences that have blocks, kept up to date: admission must not cost O(sequences)."""
+        self.num_hit_tokens = 0
         self._free_rows: list[int] = []
         self._num_rows = 0
 
@@ -67,6 +68,7 @@ class SequenceBlocks:
         sequence.table_row, sequence.num_tabled_blocks = self._take_row(), 0
         self.num_kept_for_growth += self._growth_at(sequence, num_known)
         sequence.num_computed = len(hits) * self.block_size
+        self.num_hit_tokens += sequence.num_computed
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = sequence.num_computed
         if sequence.has_handoff:

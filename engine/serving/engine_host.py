@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from common.clock import Clock
-from common.types import BlockCensus, WorkerLoad
+from common.types import BlockCensus, EngineCounts, WorkerLoad
 from engine.block_allocator import BlockAllocator
 from engine.commands import Command, StepEvents
 from engine.engine_loop import EngineLoop
@@ -51,9 +51,8 @@ class EngineHost:
         """Seconds since the engine thread last passed a step border while it had work; 0 when idle."""
         return self._loop.stalled_for_s(now)
 
-    @property
-    def num_preemptions(self) -> int:
-        return self._loop.num_preemptions
+    def counts(self) -> EngineCounts:
+        return self._loop.counts()
 
     async def stop(self, timeout_s: float) -> bool:
         return await asyncio.to_thread(self._loop.stop, timeout_s)
@@ -66,11 +65,13 @@ def start_engine(
     on_events: Callable[[StepEvents], None],
     on_fatal: Callable[[BaseException], None],
     on_progress: Callable[[int, int], None],
+    on_step: Callable[[float], None],
     prefill_tokens_max: int,
+    prefill_tokens_beside_max: int | None,
 ) -> EngineHost:
     """Loads the model, allocates the pool and starts the engine thread. Blocks for the load: call it off the event loop.
 
-    `on_events` and `on_fatal` are called on the engine thread. Raises ValueError or OSError naming what is wrong.
+    `on_events`, `on_fatal` and `on_step` are called on the engine thread. Raises ValueError or OSError naming what is wrong.
     """
     ops = select_ops(torch.device(settings.device), TORCH_DTYPES[settings.dtype])
     loaded: LoadedModel = load_engine_model(
@@ -84,6 +85,7 @@ def start_engine(
         progress=on_progress,
     )
     num_blocks = loaded.kv_cache.num_blocks
+    prefill_tokens_max = min(prefill_tokens_max, settings.token_budget)
     fits = min(loaded.spec.max_positions, num_blocks * settings.block_size)
     max_sequence_tokens = min(settings.max_sequence_tokens or fits, fits)
     allocator = BlockAllocator(num_blocks)
@@ -93,7 +95,10 @@ def start_engine(
         SchedulerSettings(
             block_size=settings.block_size,
             token_budget=settings.token_budget,
-            prefill_tokens_max=min(prefill_tokens_max, settings.token_budget),
+            prefill_tokens_max=prefill_tokens_max,
+            prefill_tokens_beside_max=None
+            if prefill_tokens_beside_max is None
+            else min(prefill_tokens_beside_max, prefill_tokens_max),
             max_sequences=min(settings.max_sequences, settings.token_budget),
             max_sequence_tokens=max_sequence_tokens,
             waiting_max=settings.waiting_max,
@@ -101,7 +106,7 @@ def start_engine(
         allocator,
         prefix_index,
     )
-    engine_loop = EngineLoop(scheduler, loaded.runner, clock=clock, on_events=on_events, on_fatal=on_fatal, name="engine")
+    engine_loop = EngineLoop(scheduler, loaded.runner, clock=clock, on_events=on_events, on_fatal=on_fatal, on_step=on_step)
     engine_loop.start()
     return EngineHost(
         spec=loaded.spec,

@@ -103,18 +103,33 @@ def prepare_process(settings: WorkerSettings) -> None:
     torch.set_num_threads(settings.threads or len(os.sched_getaffinity(0)))
 
 
-async def run_worker(role: Role, settings: WorkerSettings, make_role: MakeRole, *, prefill_tokens_max: int) -> int:
-    """Runs until a signal or a fault; returns the exit code."""
-    process = _WorkerProcess(role, settings, make_role, prefill_tokens_max)
+async def run_worker(
+    role: Role,
+    settings: WorkerSettings,
+    make_role: MakeRole,
+    *,
+    prefill_tokens_max: int,
+    prefill_tokens_beside_max: int | None = None,
+) -> int:
+    """Runs until a signal or a fault; returns the exit code. The bounds of prompt chunks are those of SchedulerSettings."""
+    process = _WorkerProcess(role, settings, make_role, prefill_tokens_max, prefill_tokens_beside_max)
     return await process.run()
 
 
 class _WorkerProcess:
-    def __init__(self, role: Role, settings: WorkerSettings, make_role: MakeRole, prefill_tokens_max: int) -> None:
+    def __init__(
+        self,
+        role: Role,
+        settings: WorkerSettings,
+        make_role: MakeRole,
+        prefill_tokens_max: int,
+        prefill_tokens_beside_max: int | None,
+    ) -> None:
         self._role = role
         self._settings = settings
         self._make_role = make_role
         self._prefill_tokens_max = prefill_tokens_max
+        self._prefill_tokens_beside_max = prefill_tokens_beside_max
         self._clock = SystemClock()
         self._lifecycle = Lifecycle()
         self._incarnation = new_incarnation()
@@ -169,7 +184,9 @@ class _WorkerProcess:
             on_events=on_events,
             on_fatal=on_fatal,
             on_progress=on_progress,
+            on_step=self._metrics.step_ran,
             prefill_tokens_max=self._prefill_tokens_max,
+            prefill_tokens_beside_max=self._prefill_tokens_beside_max,
         )
         LOG.event(
             "engine_ready",
@@ -304,7 +321,7 @@ class _WorkerProcess:
         settings = self._settings
         if settings.metrics_port < 0:
             return None
-        self._metrics.on_scrape(lambda: self._metrics.update(host.load(), host.census(), host.num_preemptions))
+        self._metrics.on_scrape(lambda: self._metrics.update(host.load(), host.census(), host.counts()))
         server, thread = start_http_server(settings.metrics_port, settings.metrics_host, registry=self._metrics.registry)
         LOG.event("metrics_listening", address=f"{settings.metrics_host}:{server.server_port}")
 

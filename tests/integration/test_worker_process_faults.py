@@ -26,7 +26,7 @@ from common.lifecycle import EXIT_FAILED, EXIT_OK
 from common.rpc import serving_pb2 as pb
 from common.rpc import serving_pb2_grpc as pb_grpc
 from common.rpc.channels import open_channel, secret_metadata
-from common.types import BlockCensus, Role, WorkerLoad
+from common.types import BlockCensus, EngineCounts, Role, WorkerLoad
 from engine.commands import StepEvents
 from engine.serving import process
 from engine.serving.process import RoleContext, RoleWorker, run_worker
@@ -43,11 +43,13 @@ ABORT = pb.Command(abort=pb.Abort(attempt=pb.Attempt(request_id="r", epoch=1)))
 class StandInEngine:
     kernels = "none"
     max_sequence_tokens = 64
-    num_preemptions = 0
     kv_cache = SimpleNamespace(num_blocks=8, block_bytes=64)
 
     def load(self) -> WorkerLoad:
         return WorkerLoad(0, 0, 0, 8, 0)
+
+    def counts(self) -> EngineCounts:
+        return EngineCounts()
 
     def census(self) -> BlockCensus:
         return BlockCensus(total=8, free=8, cached=0, held=0, held_by={})

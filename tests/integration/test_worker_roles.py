@@ -84,7 +84,7 @@ async def test_handed_over_sequences_that_are_preempted_go_on_with_the_same_toke
         for spec in specs:
             await pair.ends(spec.key)
             assert pair.merged(spec) == lone_run(spec, VOCAB)
-        assert pair.decode_engine.loop.num_preemptions > 0
+        assert pair.decode_engine.loop.counts().num_preemptions > 0
         await pair.check_idle()
 
 

@@ -9,7 +9,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from common.metrics import WorkerMetrics
-from common.types import BlockCensus, HandoffTimeline, WorkerLoad
+from common.types import BlockCensus, EngineCounts, HandoffTimeline, WorkerLoad
 
 LABELS = {"role": "decode", "worker_id": "d0", "model": "tiny"}
 
@@ -40,7 +40,7 @@ def test_two_objects_share_nothing() -> None:
 def test_gauges_show_the_moment_of_the_scrape_whoever_serves_the_registry() -> None:
     metrics = make()
     moment = {"running": 0}
-    metrics.on_scrape(lambda: metrics.update(WorkerLoad(num_running=moment["running"]), BlockCensus(8, 5, 1, 2), 0))
+    metrics.on_scrape(lambda: metrics.update(WorkerLoad(num_running=moment["running"]), BlockCensus(8, 5, 1, 2), EngineCounts()))
     moment["running"] = 3
     direct = samples(generate_latest(metrics.registry))
     assert direct["baton_sequences_running", tuple(sorted(LABELS.items()))] == 3
@@ -52,11 +52,11 @@ def test_gauges_show_the_moment_of_the_scrape_whoever_serves_the_registry() -> N
 
 def test_preemptions_are_a_counter_that_scraping_threads_do_not_count_twice() -> None:
     metrics = make()
-    metrics.on_scrape(lambda: metrics.update(WorkerLoad(), BlockCensus(8, 8, 0, 0), 5))
+    metrics.on_scrape(lambda: metrics.update(WorkerLoad(), BlockCensus(8, 8, 0, 0), EngineCounts(num_preemptions=5)))
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda _: metrics.render(), range(40)))
     assert value(metrics, "baton_preemptions_total", **LABELS) == 5
-    metrics.on_scrape(lambda: metrics.update(WorkerLoad(), BlockCensus(8, 8, 0, 0), 3))
+    metrics.on_scrape(lambda: metrics.update(WorkerLoad(), BlockCensus(8, 8, 0, 0), EngineCounts(num_preemptions=3)))
     assert value(metrics, "baton_preemptions_total", **LABELS) == 5, "a snapshot that is overtaken by a newer one changes nothing"
 
 
@@ -103,3 +103,19 @@ def test_every_name_is_ours_or_the_process_collectors() -> None:
     names = {name for name, _ in samples(make().render())}
     assert [name for name in names if not re.match(r"baton_|process_", name)] == []
     assert "process_resident_memory_bytes" in names
+
+
+def test_engine_counts_and_step_times_are_shown() -> None:
+    metrics = make()
+    counts = [EngineCounts(2, 30, 4, 16, 1), EngineCounts(5, 30, 9, 48, 1)]
+    for snapshot in counts:
+        metrics.update(WorkerLoad(), BlockCensus(8, 8, 0, 0), snapshot)
+    shown = {
+        name: value(metrics, f"baton_{name}_total", **LABELS)
+        for name in ("engine_steps", "engine_prompt_tokens", "engine_decode_tokens", "engine_prefix_hit_tokens", "preemptions")
+    }
+    assert list(shown.values()) == [5, 30, 9, 48, 1], shown
+    for seconds in (0.004, 0.02, 0.02):
+        metrics.step_ran(seconds)
+    assert value(metrics, "baton_engine_step_seconds_count") == 3
+    assert value(metrics, "baton_engine_step_seconds_bucket", le="0.01") == 1

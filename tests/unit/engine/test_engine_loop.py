@@ -35,7 +35,7 @@ class Gate:
 
 
 class Harness:
-    def __init__(self, *, runner=None, on_events=None, command_queue_max: int = 64, **settings) -> None:
+    def __init__(self, *, runner=None, on_events=None, on_step=None, command_queue_max: int = 64, **settings) -> None:
         self.driver = EngineDriver(**settings)
         self.runner = self.driver.runner if runner is None else runner(self.driver)
         self.posted: queue.Queue[StepEvents] = queue.Queue()
@@ -46,6 +46,7 @@ class Harness:
             clock=SystemClock(),
             on_events=on_events or self.posted.put,
             on_fatal=self.fatal.put,
+            on_step=on_step or (lambda seconds: None),
             command_queue_max=command_queue_max,
         )
         self.loop.start()
@@ -155,6 +156,16 @@ def test_views_show_the_end_when_its_event_is_posted(harness) -> None:
     _, census, load = seen[-1]
     assert census.held == 0 and load.num_running == 0
     assert seen[0][1].held == 3 and seen[0][2].num_running == 1
+
+
+def test_each_step_is_timed_and_counted(harness) -> None:
+    step_seconds: queue.Queue[float] = queue.Queue()
+    engine = harness(on_step=step_seconds.put)
+    engine.loop.submit(Generate(make_spec("a", range(9), 3)))
+    engine.until_ended("a")
+    times = [step_seconds.get(timeout=DEADLINE_S) for _ in range(3)]
+    assert all(0 < seconds < DEADLINE_S for seconds in times) and step_seconds.empty()
+    assert engine.loop.counts().num_steps == 3 and engine.loop.counts().num_prompt_tokens == 9
 
 
 @pytest.mark.parametrize("place", ["runner", "scheduler", "on_events"])
