@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help install up down chat ps doctor bench install-test test lint clean
+.PHONY: help install up down chat ps doctor bench bench-pd install-test test lint clean
 
 help:           ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -48,6 +48,9 @@ doctor: $(VENV)/.serve             ## what works on this machine
 
 bench: $(VENV)/.serve              ## measure the running fleet
 	@$(BIN)/baton bench --url http://127.0.0.1:$(PORT) $(ARGS)
+
+bench-pd: $(VENV)/.serve           ## our topologies against peers, alternating (bench/README.md; ARGS)
+	@$(BIN)/python -m bench.pd --model $(MODEL) $(ARGS)
 
 install-test: $(VENV)/.test        ## the same with all that the tests need
 
