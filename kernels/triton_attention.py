@@ -9,7 +9,6 @@ as part of a long prefill, as a decode step and with any neighbours. Arguments w
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -41,7 +40,7 @@ class _Shape:
 
 
 @triton.jit
-def _merge(peak: Any, total: Any, out: Any, chunk_peak: Any, chunk_total: Any, chunk_out: Any, log_scale: Any) -> Any:
+def _merge(peak, total, out, chunk_peak, chunk_total, chunk_out, log_scale):
     """Running softmax states of R rows (peak [R], total [R], out [R, W]) with the states of the next chunk put in.
 
     A chunk in which a row sees nothing (its total is 0; NaN is not) leaves the row's state as it is, to the bit.
@@ -57,27 +56,27 @@ def _merge(peak: Any, total: Any, out: Any, chunk_peak: Any, chunk_total: Any, c
 
 
 @triton.jit
-def _finished(total: Any, out: Any) -> Any:
+def _finished(total, out):
     return tl.div_rn(out, tl.where(total == 0.0, 1.0, total)[:, None])  # rows beyond the batch saw nothing
 
 
 @triton.jit(do_not_specialize=["num_sequences", "blocks_max", "num_splits", "layer", "window"])
 def _attend(
-    q_ptr: Any,
-    cache_ptr: Any,
-    out_ptr: Any,
-    partial_ptr: Any,
-    partial_sums_ptr: Any,
-    positions_ptr: Any,
-    starts_ptr: Any,
-    tables_ptr: Any,
-    num_sequences: Any,
-    blocks_max: Any,
-    num_splits: Any,
-    layer: Any,
-    num_layers: Any,
-    window: Any,
-    log_scale: Any,
+    q_ptr,
+    cache_ptr,
+    out_ptr,
+    partial_ptr,
+    partial_sums_ptr,
+    positions_ptr,
+    starts_ptr,
+    tables_ptr,
+    num_sequences,
+    blocks_max,
+    num_splits,
+    layer,
+    num_layers,
+    window,
+    log_scale,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -86,7 +85,7 @@ def _attend(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     CHUNK: tl.constexpr,
-) -> None:
+):
     """Program (i, h, z): the i-th tile of queries against KV head h; all chunks, or with several splits chunk z alone."""
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     QUERIES: tl.constexpr = ROWS // GROUP
@@ -180,20 +179,20 @@ def _attend(
 
 @triton.jit(do_not_specialize=["num_splits", "window"])
 def _merge_splits(
-    partial_ptr: Any,
-    partial_sums_ptr: Any,
-    out_ptr: Any,
-    positions_ptr: Any,
-    num_splits: Any,
-    window: Any,
-    log_scale: Any,
+    partial_ptr,
+    partial_sums_ptr,
+    out_ptr,
+    positions_ptr,
+    num_splits,
+    window,
+    log_scale,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
-) -> None:
+):
     """Program (t, h): the heads of one group of one token, over the chunks that the token sees."""
     query = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, ROWS)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 import triton
@@ -24,17 +23,17 @@ _PARTS_MAX = 16  # programs for one block
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _copy_blocks(
-    cache_ptr: Any,
-    slab_ptr: Any,
-    ids_ptr: Any,
-    lanes_ptr: Any,
-    units_per_block: Any,
-    num_rows: Any,
+    cache_ptr,
+    slab_ptr,
+    ids_ptr,
+    lanes_ptr,
+    units_per_block,
+    num_rows,
     IS_GATHER: tl.constexpr,
     UNIT: tl.constexpr,
     ROWS: tl.constexpr,
     ROW_BYTES: tl.constexpr,
-) -> None:
+):
     """Program (i, part): part of the i-th block of the slab. A unit is UNIT bytes, the most that divide a block evenly.
 
     A block may begin inside a row of the digest: then all its columns stand for lanes further on, by the same distance.

@@ -27,7 +27,7 @@ ASSERT_INDEXES: dict[str, Any] = {"debug": True, "sanitize_overflow": False, **R
 
 
 @triton.jit
-def rounded(x: Any, dtype: tl.constexpr) -> Any:
+def rounded(x, dtype: tl.constexpr):
     """fp32 x in `dtype`, rounded to nearest, ties to even."""
     if IS_INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)

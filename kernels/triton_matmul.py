@@ -6,8 +6,6 @@ bits are the same in any batch. A vendor's library is faster in general and give
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -21,18 +19,18 @@ _WIDE_TILE = {"ROWS": 32, "OUTPUTS": 32, "INPUTS": 32, "num_warps": 4, "num_stag
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _linear(
-    x_ptr: Any,
-    weight_ptr: Any,
-    bias_ptr: Any,
-    out_ptr: Any,
-    num_rows: Any,
-    num_outputs: Any,
-    num_inputs: Any,
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    num_rows,
+    num_outputs,
+    num_inputs,
     HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     column = tl.arange(0, INPUTS)
@@ -67,7 +65,7 @@ def invariant_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
                 weight if bias is None else bias,
                 out,
                 *shape,
-                    **tile,
+                **tile,
                 **ROUND_EACH,
             )
     return out

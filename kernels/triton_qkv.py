@@ -6,8 +6,6 @@ were checked before. A program takes a tile of heads of any tokens: qkv is read 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -18,20 +16,20 @@ from kernels.triton_rows import HEAD_ROWS, cache_offset, inverse_rms
 
 @triton.jit(do_not_specialize=["num_rows", "num_slots", "layer"])
 def _prepare_qkv(
-    qkv_ptr: Any,
-    query_norm_ptr: Any,
-    key_norm_ptr: Any,
-    cos_ptr: Any,
-    sin_ptr: Any,
-    positions_ptr: Any,
-    slots_ptr: Any,
-    q_ptr: Any,
-    cache_ptr: Any,
-    num_rows: Any,
-    num_slots: Any,
-    eps: Any,
-    layer: Any,
-    num_layers: Any,
+    qkv_ptr,
+    query_norm_ptr,
+    key_norm_ptr,
+    cos_ptr,
+    sin_ptr,
+    positions_ptr,
+    slots_ptr,
+    q_ptr,
+    cache_ptr,
+    num_rows,
+    num_slots,
+    eps,
+    layer,
+    num_layers,
     HAS_NORM: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -40,7 +38,7 @@ def _prepare_qkv(
     HALF: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
-) -> None:
+):
     """Row r of the tiles is head r % (Hq + 2 Hkv) of token r // (Hq + 2 Hkv): query heads, then keys, then values."""
     ALL_HEADS: tl.constexpr = NUM_HEADS + 2 * NUM_KV_HEADS
     dtype: tl.constexpr = qkv_ptr.dtype.element_ty

@@ -6,8 +6,6 @@ rows whose shape depends on the model's extents only, so a row's bits do not dep
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -20,15 +18,13 @@ _ROW_VALUES = 2048  # narrower rows share a program
 
 
 @triton.jit
-def inverse_rms(x: Any, eps: Any, EXTENT: tl.constexpr) -> Any:
+def inverse_rms(x, eps, EXTENT: tl.constexpr):
     """1 / sqrt(mean(x^2) + eps) of x fp32 [R, W] over its last axis, which holds zeros beyond EXTENT -> [R, 1]."""
     return tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / EXTENT + eps)
 
 
 @triton.jit
-def cache_offset(
-    slot: Any, head: Any, layer: Any, num_layers: Any, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr
-) -> Any:
+def cache_offset(slot, head, layer, num_layers, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr):
     """Where a head's K at `slot` (int64) begins in a cache [B, L, 2, Hkv, block_size, D], in elements."""
     plane = (slot // BLOCK_SIZE * num_layers + layer) * 2 * NUM_KV_HEADS + head
     return (plane * BLOCK_SIZE + slot % BLOCK_SIZE) * HEAD_DIM
@@ -36,18 +32,18 @@ def cache_offset(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm(
-    x_ptr: Any,
-    residual_ptr: Any,
-    weight_ptr: Any,
-    out_ptr: Any,
-    total_ptr: Any,
-    num_rows: Any,
-    eps: Any,
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    total_ptr,
+    num_rows,
+    eps,
     HAS_RESIDUAL: tl.constexpr,
     ROWS: tl.constexpr,
     EXTENT: tl.constexpr,
     WIDTH: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, WIDTH)[None, :]
     inside = (row < num_rows) & (column < EXTENT)
@@ -64,7 +60,7 @@ def _rms_norm(
 
 
 @triton.jit
-def _silu_mul(gate_up_ptr: Any, out_ptr: Any, EXTENT: tl.constexpr, WIDTH: tl.constexpr) -> None:
+def _silu_mul(gate_up_ptr, out_ptr, EXTENT: tl.constexpr, WIDTH: tl.constexpr):
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = column < EXTENT
     gate = tl.load(gate_up_ptr + row * (2 * EXTENT) + column, mask=inside, other=0.0).to(tl.float32)
@@ -76,16 +72,16 @@ def _silu_mul(gate_up_ptr: Any, out_ptr: Any, EXTENT: tl.constexpr, WIDTH: tl.co
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _rotate(
-    x_ptr: Any,
-    cos_ptr: Any,
-    sin_ptr: Any,
-    num_rows: Any,
+    x_ptr,
+    cos_ptr,
+    sin_ptr,
+    num_rows,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, WIDTH)[None, :]
     inside = (row < num_rows) & (column < HALF)
@@ -101,20 +97,20 @@ def _rotate(
 
 @triton.jit(do_not_specialize=["num_rows", "num_slots", "layer"])
 def _kv_write(
-    k_ptr: Any,
-    v_ptr: Any,
-    cache_ptr: Any,
-    slots_ptr: Any,
-    num_rows: Any,
-    num_slots: Any,
-    layer: Any,
-    num_layers: Any,
+    k_ptr,
+    v_ptr,
+    cache_ptr,
+    slots_ptr,
+    num_rows,
+    num_slots,
+    layer,
+    num_layers,
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     slot = tl.load(slots_ptr + row // NUM_KV_HEADS, mask=row < num_rows, other=0)
     is_slot = (slot >= 0) & (slot < num_slots)

@@ -6,8 +6,6 @@ engine/sampler.py: its fp64 sums run in a fixed sequential order that no paralle
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -18,7 +16,7 @@ _PART = 8192
 
 
 @triton.jit
-def _largest_of_parts(logits_ptr: Any, largest_ptr: Any, ids_ptr: Any, vocab_size: Any, PART: tl.constexpr) -> None:
+def _largest_of_parts(logits_ptr, largest_ptr, ids_ptr, vocab_size, PART: tl.constexpr):
     """Program (r, p): the largest value of part p of row r and its lowest id; NaN if the part holds one."""
     token = tl.program_id(1) * PART + tl.arange(0, PART)
     at = tl.program_id(0).to(tl.int64) * vocab_size + token
