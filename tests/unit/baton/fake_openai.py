@@ -1,6 +1,6 @@
 """A tiny OpenAI-compatible server for tests of clients: one asyncio listener, scripted answers, no model.
 
-It counts a prompt's words as tokens plus a fixed template overhead, streams a scripted number of pieces with scripted gaps,
+It counts a prompt's words as tokens plus a fixed template overhead (token ids as they are), streams a scripted number of pieces with scripted gaps,
 and records every request body and every connection that the client closed early.
 """
 
@@ -112,6 +112,8 @@ class FakeOpenAI:
                 self.idle.set()
 
     def _count(self, body: dict[str, Any]) -> int:
+        if isinstance(body.get("prompt"), list):
+            return len(body["prompt"])
         text = body["prompt"] if "prompt" in body else " ".join(message["content"] for message in body["messages"])
         return TEMPLATE_TOKENS + TOKENS_PER_WORD * len(text.split())
 
