@@ -70,7 +70,7 @@ def test_two_peers_are_measured_in_turns(flags: list[str], capsys: pytest.Captur
         assert turn["workloads"]["c4"]["prompt_tokens"] == 4 * 128, "token ids of an exact length"
         assert turn["workloads"]["c4"]["completion_tokens"] == 16
         assert set(turn["workloads"]["mixed"]["classes"]) == {"chat", "long"}
-        assert turn["memory_end"]["rss_mib"] > 0 and 0 <= turn["workloads"]["c1"]["foreign_cpu_share"] <= 1
+        assert turn["memory_end"]["rss_mib"] > 0 and turn["workloads"]["c1"]["foreign_cpu_share"] >= 0
     table = capsys.readouterr().out
     assert table == Path(flags[-1]).with_suffix(".md").read_text()
     assert "| start to ready, s | 3.0 (3.0–3.0) | – |" in table
