@@ -16,7 +16,7 @@ DIGEST_BYTES = 16
 class BlockCopier(Protocol):
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block: all layers, K and V."""
+        """Bytes of one block in a slab: all layers, K and V, in the layout's wire format."""
         ...
 
     def gather(self, block_ids: Sequence[int], slab: memoryview) -> bytes:

@@ -41,8 +41,8 @@ async def open_endpoint(
     *, name: str, layout: KVLayout, transport: str, host: str, secret: bytes, num_slabs: int, slab_bytes: int, clock: Clock
 ) -> KVEndpoint:
     """Maps the slabs (each holds at least one block) and starts the plane on them. Raises InvalidRequest or HandoffFailed."""
-    blocks_per_slab = max(1, slab_bytes // layout.block_bytes)
-    slabs = SlabPool(num_slabs, blocks_per_slab * layout.block_bytes, clock)
+    blocks_per_slab = max(1, slab_bytes // layout.wire_block_bytes)
+    slabs = SlabPool(num_slabs, blocks_per_slab * layout.wire_block_bytes, clock)
     plane = open_plane(transport, name=name, secret=secret, host=host)
     try:
         await plane.start(slabs.region)

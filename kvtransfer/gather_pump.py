@@ -43,7 +43,7 @@ class GatherPump:
         self._handoffs = handoffs
         self._slabs = slabs
         self._copier = copier
-        self._block_bytes = layout.block_bytes
+        self._block_bytes = layout.wire_block_bytes
         self._fingerprint = layout.fingerprint()
         self._tasks = tasks
         self._settings = settings

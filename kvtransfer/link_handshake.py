@@ -38,8 +38,8 @@ class LinkIdentity:
 
     def __post_init__(self) -> None:
         check_secret(self.secret)
-        if self.slab_bytes < self.layout.block_bytes:
-            raise ValueError(f"a slab of {self.slab_bytes} bytes cannot hold a block of {self.layout.block_bytes} bytes")
+        if self.slab_bytes < self.layout.wire_block_bytes:
+            raise ValueError(f"a slab of {self.slab_bytes} bytes cannot hold a block of {self.layout.wire_block_bytes} bytes")
 
 
 async def dial(address: str, peer: str, identity: LinkIdentity, settings: FabricSettings, clock: Clock) -> Link:
@@ -178,8 +178,8 @@ def _check_welcome(identity: LinkIdentity, welcome: Welcome) -> None:
         mismatch = error.message
     if mismatch is None and welcome.scheme != identity.scheme:
         mismatch = f"data plane {identity.scheme} here, {welcome.scheme} there"
-    if mismatch is None and welcome.slab_bytes < identity.layout.block_bytes:
-        mismatch = f"the peer's slabs have {welcome.slab_bytes} bytes, a block has {identity.layout.block_bytes}"
+    if mismatch is None and welcome.slab_bytes < identity.layout.wire_block_bytes:
+        mismatch = f"the peer's slabs have {welcome.slab_bytes} bytes, a block has {identity.layout.wire_block_bytes}"
     if mismatch is not None:
         raise LinkFault("LayoutMismatch", mismatch)
 

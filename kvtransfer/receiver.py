@@ -77,8 +77,8 @@ class KVReceiver:
         count: Count = ignore_counts,
         on_fatal: OnFatal = report_to_loop,
     ) -> None:
-        if copier.block_bytes != layout.block_bytes:
-            raise ValueError(f"the copier's blocks have {copier.block_bytes} bytes, the layout's {layout.block_bytes}")
+        if copier.block_bytes != layout.wire_block_bytes:
+            raise ValueError(f"the copier's blocks have {copier.block_bytes} bytes, the layout's {layout.wire_block_bytes}")
         self.unhealthy: str | None = None
         """Set when memory did not settle in time; the worker should report it and stop taking work."""
         self._layout = layout
@@ -86,7 +86,7 @@ class KVReceiver:
         self._clock = clock
         self._settings = settings
         self._count = count
-        self._scheme = plane.scheme
+        self._transport = plane.scheme if layout.wire == "none" else f"{plane.scheme}+{layout.wire}"
         self._tasks = TaskSet(on_fatal)
         self._timers = TaskSet(on_fatal)
         self._links = TaskSet(on_fatal)
@@ -147,7 +147,7 @@ class KVReceiver:
             epoch,
             first_block_index,
             num_blocks,
-            self._layout.block_bytes,
+            self._layout.wire_block_bytes,
             min(self._slabs.slab_bytes, link.welcome.slab_bytes),
             link.welcome.region_bytes,
         )
@@ -169,7 +169,7 @@ class KVReceiver:
         ended = entry.finished.result()
         if isinstance(ended, Failure):
             raise _error_of(handoff_id, ended)
-        return Received(ended.first_token_id, dict(ended.extra), entry.timeline(self._layout.block_size, self._scheme))
+        return Received(ended.first_token_id, dict(ended.extra), entry.timeline(self._layout.block_size, self._transport))
 
     async def refuse(
         self, *, address: str, peer: str, handoff_id: str, epoch: int, reason: str, kind: str = "Overloaded"

@@ -67,8 +67,8 @@ class KVSender:
         count: Count = ignore_counts,
         on_fatal: OnFatal = report_to_loop,
     ) -> None:
-        if copier.block_bytes != layout.block_bytes:
-            raise ValueError(f"the copier's blocks have {copier.block_bytes} bytes, the layout's {layout.block_bytes}")
+        if copier.block_bytes != layout.wire_block_bytes:
+            raise ValueError(f"the copier's blocks have {copier.block_bytes} bytes, the layout's {layout.wire_block_bytes}")
         self._identity_args = (worker, cluster_secret, layout, plane.scheme, slabs.slab_bytes, len(slabs.region))
         self._layout = layout
         self._plane = plane

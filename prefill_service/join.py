@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from engine.serving.process import MakeRole, RoleContext, RoleWorker, advertised_host
+from kernels.wire import select_wire_blocks
 from kvtransfer.endpoint import open_endpoint
 from kvtransfer.layout import KVLayout
 from kvtransfer.sender import KVSender
@@ -13,12 +14,20 @@ from prefill_service.worker import PrefillLimits, PrefillWorker
 def layout_of(context: RoleContext, settings: PrefillSettings) -> KVLayout:
     spec = context.host.spec
     return KVLayout(
-        spec.num_layers, spec.num_kv_heads, spec.head_dim, settings.block_size, settings.dtype, context.host.model_digest
+        spec.num_layers,
+        spec.num_kv_heads,
+        spec.head_dim,
+        settings.block_size,
+        settings.dtype,
+        context.host.model_digest,
+        wire=settings.kv_wire_format,
     )
 
 
 def make_prefill_role(settings: PrefillSettings) -> MakeRole:
     async def make(context: RoleContext) -> RoleWorker:
+        cache, wire = context.host.kv_cache, settings.kv_wire_format
+        copier = cache if wire == "none" else select_wire_blocks(cache.tensor, wire)
         endpoint = await open_endpoint(
             name=context.name,
             layout=layout_of(context, settings),
@@ -32,7 +41,7 @@ def make_prefill_role(settings: PrefillSettings) -> MakeRole:
         sender = KVSender(
             worker=context.name,
             layout=endpoint.layout,
-            copier=context.host.kv_cache,
+            copier=copier,
             plane=endpoint.plane,
             slabs=endpoint.slabs,
             clock=context.clock,

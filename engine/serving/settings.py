@@ -37,6 +37,10 @@ class WorkerSettings(BaseModel):
         default=0, ge=-1, le=65535, description="port of the Prometheus endpoint; 0 takes a free one, -1 switches it off"
     )
     transport: Literal["ucx", "tcp"] = Field(default="ucx", description="data plane that moves KV blocks")
+    kv_wire_format: Literal["none", "int8", "fp8"] = Field(
+        default="none",
+        description="int8 and fp8 halve the bytes of a handoff but not exactly: answers may change; equal on all workers",
+    )
     dtype: Literal["bfloat16", "float32"] = Field(default="bfloat16", description="dtype of weights, activations and KV cache")
     device: str = Field(default="cpu", description="torch device of the model")
     block_size: int = Field(default=16, ge=1, le=256, description="tokens in one KV block; equal on all workers")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from common.errors import LayoutMismatch
+from kernels.wire import wire_block_bytes
 from kvtransfer.layout import KVLayout
 from kvtransfer.settings import FabricSettings
 
@@ -20,6 +21,16 @@ LAYOUT = KVLayout(num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, dty
 def test_block_bytes_and_blocks_of_tokens() -> None:
     assert LAYOUT.block_bytes == 30 * 2 * 3 * 16 * 64 * 2
     assert [LAYOUT.num_blocks_of(n) for n in (0, 1, 15, 16, 17, 32)] == [0, 1, 1, 1, 2, 2]
+
+
+def test_wire_formats_halve_what_travels_and_agree_with_the_kernels() -> None:
+    assert LAYOUT.wire_block_bytes == LAYOUT.block_bytes
+    for wire in ("int8", "fp8"):
+        layout = replace(LAYOUT, wire=wire)
+        assert layout.block_bytes == LAYOUT.block_bytes
+        assert layout.wire_block_bytes == wire_block_bytes(30 * 2 * 3, 16 * 64) < 0.51 * LAYOUT.block_bytes
+    with pytest.raises(ValueError, match="wire must be one of none, int8, fp8"):
+        replace(LAYOUT, wire="int4")
 
 
 def test_equal_layouts_have_equal_fingerprints_in_every_process() -> None:
@@ -43,6 +54,7 @@ def test_equal_layouts_have_equal_fingerprints_in_every_process() -> None:
         ("dtype", "float32"),
         ("model_digest", "x"),
         ("version", 2),
+        ("wire", "int8"),
     ],
 )
 def test_each_differing_field_changes_the_fingerprint_and_is_named(name: str, value: Any) -> None:
