@@ -6,12 +6,16 @@ PREFILL ?= 1
 DECODE  ?= 1
 MODEL   ?= smollm2-135m
 ARGS    ?=
+SPLITS   ?= 1:1 0:1
+WORKLOAD ?= mixed
+USERS    ?= 5
+DURATION ?= 60s
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help install up down chat ps doctor bench bench-pd install-test test lint clean
+.PHONY: help install up down chat ps doctor bench bench-pd loadtest install-test test lint clean
 
 help:           ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -51,6 +55,13 @@ bench: $(VENV)/.serve              ## measure the running fleet
 
 bench-pd: $(VENV)/.serve           ## our topologies against peers, alternating (bench/README.md; ARGS)
 	@$(BIN)/python -m bench.pd --model $(MODEL) $(ARGS)
+
+$(VENV)/.loadtest: $(VENV)/.serve
+	$(PIP) install -c constraints.txt -e '.[worker,ucx,embedded-store,loadtest]'
+	@touch $@
+
+loadtest: $(VENV)/.loadtest        ## locust against two splits of the cores (SPLITS, WORKLOAD, USERS, DURATION, MODEL, ARGS)
+	@$(BIN)/python -m loadtest.compare --splits '$(SPLITS)' --workload $(WORKLOAD) --users $(USERS) --duration $(DURATION) --model '$(MODEL)' $(ARGS)
 
 install-test: $(VENV)/.test        ## the same with all that the tests need
 

@@ -13,7 +13,7 @@ import pytest
 from common.version import VERSION
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("router", "prefill_service", "decode_service", "kvtransfer", "kernels", "common", "engine", "baton")
+PACKAGES = ("router", "prefill_service", "decode_service", "kvtransfer", "kernels", "common", "engine", "baton", "loadtest")
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 OBJECT_LOADERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 
