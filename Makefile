@@ -15,7 +15,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help install up down chat ps doctor bench bench-pd loadtest install-test test lint clean
+.PHONY: help install up down chat ps doctor bench bench-engine bench-pd loadtest install-test test lint clean
 
 help:           ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -52,6 +52,9 @@ doctor: $(VENV)/.serve             ## what works on this machine
 
 bench: $(VENV)/.serve              ## measure the running fleet
 	@$(BIN)/baton bench --url http://127.0.0.1:$(PORT) $(ARGS)
+
+bench-engine: $(VENV)/.serve       ## one engine in one process against the limits of this machine (MODEL: a folder; ARGS)
+	@$(BIN)/python -m bench.engine --model $(MODEL) $(ARGS)
 
 bench-pd: $(VENV)/.serve           ## our topologies against peers, alternating (bench/README.md; ARGS)
 	@$(BIN)/python -m bench.pd --model $(MODEL) $(ARGS)
