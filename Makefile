@@ -15,7 +15,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help install up down chat ps doctor bench bench-engine bench-pd loadtest install-test test lint clean
+.PHONY: help install up down chat ps doctor bench bench-engine bench-gpu bench-pd loadtest install-test test lint clean
 
 help:           ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -55,6 +55,9 @@ bench: $(VENV)/.serve              ## measure the running fleet
 
 bench-engine: $(VENV)/.serve       ## one engine in one process against the limits of this machine (MODEL: a folder; ARGS)
 	@$(BIN)/python -m bench.engine --model $(MODEL) $(ARGS)
+
+bench-gpu: $(VENV)/.test             ## the Triton kernels on a GPU: correctness, bandwidth, cost of invariance (ARGS: --json FILE)
+	@$(BIN)/python -m bench.gpu_kernels $(ARGS)
 
 bench-pd: $(VENV)/.serve           ## our topologies against peers, alternating (bench/README.md; ARGS)
 	@$(BIN)/python -m bench.pd --model $(MODEL) $(ARGS)

@@ -82,7 +82,7 @@ class BlockCopies:
             return finish_digest(bytes(2 * ROW_BYTES), 0)
         with self._beside_computation():
             staged = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-            lanes = self._copy(cache, block_ids, staged, is_gather=True)
+            lanes = self.launch(cache, block_ids, staged, is_gather=True)
             torch.frombuffer(slab, dtype=torch.uint8, count=num_bytes).copy_(staged)
             return finish_digest(lanes.cpu().numpy().astype("<i8").tobytes(), num_bytes)
 
@@ -94,7 +94,7 @@ class BlockCopies:
         with self._beside_computation():
             staged = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
             staged.copy_(torch.frombuffer(source, dtype=torch.uint8, count=num_bytes))
-            lanes = self._copy(cache, block_ids, staged, is_gather=False)
+            lanes = self.launch(cache, block_ids, staged, is_gather=False)
             return finish_digest(lanes.cpu().numpy().astype("<i8").tobytes(), num_bytes)
 
     @contextlib.contextmanager
@@ -106,8 +106,11 @@ class BlockCopies:
             self._stream.wait_stream(torch.cuda.default_stream(self._device))
             yield
 
-    def _copy(self, cache: torch.Tensor, block_ids: Sequence[int], staged: torch.Tensor, is_gather: bool) -> torch.Tensor:
-        """Launches the copy between `cache` and `staged`; returns the lane sums int64 [16], complete when the stream is."""
+    def launch(self, cache: torch.Tensor, block_ids: Sequence[int], staged: torch.Tensor, is_gather: bool) -> torch.Tensor:
+        """Launches the copy between `cache` and `staged` uint8 [bytes]; returns the lane sums int64 [16] to be.
+
+        All are on the device; the sums and the copy are complete when the current stream is.
+        """
         block_bytes = staged.numel() // len(block_ids)
         unit = _unit_bytes(block_bytes | cache.data_ptr())
         units_per_block = block_bytes // unit

@@ -54,8 +54,8 @@ class WorkerSettings(BaseModel):
     )
     threads: int = Field(default=0, ge=0, le=512, description="compute threads; 0: as many as the process may use cores")
     cpus: str = Field(default="", description="cores this process is pinned to, such as 0-3,6; empty: not pinned")
-    kernels: Literal["auto", "native", "reference"] = Field(
-        default="auto", description="CPU kernels: compiled ones, or plain torch"
+    kernels: Literal["auto", "native", "triton", "reference"] = Field(
+        default="auto", description="kernels: compiled C++ (cpu), Triton (cuda), or plain torch"
     )
     num_slabs: int = Field(
         default=16, ge=1, le=1024, description="staging slabs, each of --slab-bytes: bounds the frames in flight"
