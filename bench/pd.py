@@ -18,6 +18,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from bench.machine import describe_machine, git_state
 from bench.pd_arguments import Plan, UsageError, build_parser, plan_from
 from bench.pd_load import WARM_UP, LoadFailed, Target, run_workload
@@ -100,7 +102,7 @@ def _measure(plan: Plan, round_index: int, name: str, active: Active) -> dict[st
             report = asyncio.run(run_workload(workload, target, seed_of(plan.seed, round_index, workload.name), plan.prompts))
             # Without its processes a peer's own CPU time cannot be told from other programs': no share is better than a wrong one.
             if has_tree:
-                report |= cpu_shares(before, active.tree.reading(), report["client_cpu_s"], describe_machine()["num_cpus"])
+                report |= cpu_shares(before, active.tree.reading(), report["client_cpu_s"], psutil.cpu_count() or 1)
         except LoadFailed as error:
             report = {"failed": str(error)}
         turn["workloads"][workload.name] = report
