@@ -59,6 +59,9 @@ bench-engine: $(VENV)/.serve       ## one engine in one process against the limi
 bench-gpu: $(VENV)/.test             ## the Triton kernels on a GPU: correctness, bandwidth, cost of invariance (ARGS: --json FILE)
 	@$(BIN)/python -m bench.gpu_kernels $(ARGS)
 
+bench-fabric: $(VENV)/.serve       ## the KV fabric against memcpy and the bare transports (docs/fabric.md; ARGS)
+	@$(BIN)/python -m bench.fabric $(ARGS)
+
 bench-pd: $(VENV)/.serve           ## our topologies against peers, alternating (bench/README.md; ARGS)
 	@$(BIN)/python -m bench.pd --model $(MODEL) $(ARGS)
 
