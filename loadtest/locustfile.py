@@ -192,20 +192,23 @@ def _finish(environment: Environment, **_: object) -> None:
     for reason in reasons:
         log.error("not good: %s", reason)
     environment.process_exit_code = 1 if reasons else 0
-    settings = (
-        {name: value for name, value in vars(environment.parsed_options).items() if name in REPORTED} if run.options else {}
-    )
+    settings = asdict(run.options) if run.options else {}
+    settings.pop("api_key", None)
     summary = run.results.summary(settings | {"host": environment.host}, failure_ratio_max)
     log.info("client: %s", summary["client"])
     if run.options and run.options.report_path:
         write_json(Path(run.options.report_path), summary)
 
 
-events.init_command_line_parser.add_listener(_add_arguments)
-events.test_start.add_listener(_start)
-events.report_to_master.add_listener(_report)
-events.worker_report.add_listener(_merge)
-events.test_stop.add_listener(_stop)
-events.quitting.add_listener(_finish)
+_LISTENERS: tuple[tuple[Any, Callable[..., None]], ...] = (
+    (events.init_command_line_parser, _add_arguments),
+    (events.test_start, _start),
+    (events.report_to_master, _report),
+    (events.worker_report, _merge),
+    (events.test_stop, _stop),
+    (events.quitting, _finish),
+)
+for _hook, _listener in _LISTENERS:
+    _hook.add_listener(_listener)
 # One line per request of the HTTP library would be part of what is measured.
 logging.getLogger("httpx").setLevel(logging.WARNING)
