@@ -1,19 +1,21 @@
 """The operations as Triton kernels on a GPU, or on the CPU in Triton's interpreter for tests.
 
 Owns the checks before each launch and the choice of the matrix product; the arithmetic lies in the other triton_* modules.
-Attention, norms, rotary embedding, KV write, gate, logits and block copies are Triton; the embedding lookup is torch; `linear` is
-the vendor's library, or Triton with a fixed order of additions when batch invariance is asked for.
+Attention, norms, rotary embedding, KV write, gate, logits, greedy sampling and block copies are Triton; the embedding lookup is
+torch; `linear` is the vendor's library, or Triton with a fixed order of additions when batch invariance is asked for.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 import triton
 
 from kernels import checks, triton_guard, triton_rows
-from kernels.ops import AttentionMeta, DecoderWeights, FusedDecoder, PackedLinear
+from kernels.ops import AttentionMeta, DecoderWeights, Draw, FusedDecoder, PackedLinear
+from kernels.sampling import sample_row
 from kernels.triton_attention import paged_attention
 from kernels.triton_blocks import BlockCopies
 from kernels.triton_decoder import TritonDecoder
@@ -75,10 +77,20 @@ class TritonOps:
         self._check_device(x)
         return invariant_linear(x, packed.weight, packed.bias, torch.float32)
 
-    def largest_logits(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """logits [R, V] -> (largest fp32 [R], its lowest token id int64 [R]); NaN where a row holds one."""
+    def sample(self, logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
+        """Greedy rows are chosen on the device; rows with a draw come to the host, where sums keep the order of the specification."""
+        checks.check_sample(logits, len(draws))
         self._check_device(logits)
-        return largest_logits(logits)
+        largest, lowest_ids = (values.tolist() for values in largest_logits(logits))
+        token_ids = []
+        for row, draw in enumerate(draws):
+            if not math.isfinite(largest[row]):
+                token_ids.append(-1)
+            elif draw.temperature == 0.0:
+                token_ids.append(lowest_ids[row])
+            else:
+                token_ids.append(sample_row(logits[row].cpu().numpy(), draw))
+        return checks.check_sampled(token_ids)
 
     def embedding(self, ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         checks.check_embedding(ids, table)

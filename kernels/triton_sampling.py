@@ -1,7 +1,7 @@
 """The largest logit of each row over a large vocabulary, as a Triton kernel: what greedy sampling and its check need.
 
-Owns the scan of the vocabulary in parts; torch compares the few numbers that remain. Filtered and keyed sampling stays in
-engine/sampler.py: its fp64 sums run in a fixed sequential order that no parallel scan reproduces to the bit.
+Owns the scan of the vocabulary in parts; torch compares the few numbers that remain. Drawing stays on the host
+(kernels/sampling.py): its fp64 sums run from left to right, an order that no parallel scan reproduces to the bit.
 """
 
 from __future__ import annotations

@@ -14,22 +14,20 @@ import torch
 
 from kernels.digest import payload_digest
 from kernels.native import NativeOps
-from kernels.native_build import NativeUnavailable, load_library
 from kernels.ops import AttentionMeta, Ops
 from kernels.reference import ReferenceOps
+from tests.kernels.triton_device import skip_without_index_checks, triton_ops
+from tests.native_instructions import HERE, native_ops
 
 REFERENCE = ReferenceOps()
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-@pytest.fixture(scope="module", params=["reference", "native", "native-portable"])
+@pytest.fixture(scope="module", params=["reference", *HERE, "triton"])
 def ops(request: pytest.FixtureRequest) -> Ops:
     if request.param == "reference":
         return ReferenceOps()
-    try:
-        return NativeOps(torch.float32, load_library(portable=request.param == "native-portable"))
-    except NativeUnavailable as error:
-        pytest.skip(f"{request.param}: {error}")
+    return triton_ops() if request.param == "triton" else native_ops(request.param)
 
 
 @pytest.fixture(params=DTYPES, ids=["fp32", "bf16"])
@@ -206,6 +204,8 @@ def test_attention(
     block_size: int,
     window: int | None,
 ) -> None:
+    if "interpreter" in ops.describe() and (window == 1 or batch == "long" and (num_heads != 9 or window)):
+        pytest.skip("the interpreter takes seconds for this; tests/kernels/test_triton.py has smaller cases")
     q, cache, meta, expected = attention_case(dtype, batch, num_heads, num_kv_heads, head_dim, block_size, window)
     assert_close(ops.attention(q, cache, 1, meta, head_dim**-0.5, window), expected)
 
@@ -297,7 +297,7 @@ def test_any_flipped_byte_changes_the_digest(ops: Ops) -> None:
     cache = rand(3, 1, 2, 1, 2, 9, dtype=torch.float32)  # 144 bytes a block: whole rows and a tail
     slab = bytearray(2 * 144)
     digest = ops.gather_blocks(cache, [2, 0], memoryview(slab))
-    for index in range(len(slab)):
+    for index in range(0, len(slab), 23 if "interpreter" in ops.describe() else 1):
         slab[index] ^= 1 << index % 8
         assert ops.scatter_blocks(memoryview(slab), cache, [0, 1]) != digest, index
         slab[index] ^= 1 << index % 8
@@ -359,6 +359,7 @@ def test_weights_of_another_implementation_are_refused(ops: Ops) -> None:
 
 @pytest.mark.parametrize("slot", [-1, 48, 2**40])
 def test_a_slot_outside_the_cache_is_refused_and_nothing_is_written(ops: Ops, slot: int) -> None:
+    skip_without_index_checks(ops)
     cache = torch.zeros(3, 1, 2, 1, 16, 8)
     with refuses("slot.*3 x 16"):
         ops.kv_write(torch.ones(2, 1, 8), torch.ones(2, 1, 8), cache, 0, torch.tensor([0, slot]))
@@ -389,6 +390,7 @@ def test_block_ids_and_slabs_that_do_not_fit_are_refused(ops: Ops) -> None:
 
 @pytest.mark.parametrize("token_id", [-1, 5])
 def test_a_token_id_outside_the_vocabulary_is_refused(ops: Ops, token_id: int) -> None:
+    skip_without_index_checks(ops)
     with refuses(f"token id.*{token_id}"):
         ops.embedding(torch.tensor([0, token_id]), torch.ones(5, 8))
 
@@ -421,6 +423,7 @@ def bad_meta(**changes: list[int] | list[list[int]]) -> AttentionMeta:
 def test_a_batch_that_points_outside_the_cache_is_refused(
     ops: Ops, changes: dict[str, list[int] | list[list[int]]], message: str
 ) -> None:
+    skip_without_index_checks(ops)
     q, cache = torch.ones(3, 2, 8), torch.zeros(4, 1, 2, 1, 16, 8)
     ops.attention(q, cache, 0, bad_meta(), 1.0, None)
     with refuses(message):

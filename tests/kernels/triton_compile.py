@@ -84,7 +84,7 @@ def launch_everything(dtype: torch.dtype) -> None:
 
 def compile_launch(launch: Launch, capability: int) -> triton.compiler.CompiledKernel:
     kernel, arguments, options = launch
-    signature, constants = {}, {}
+    signature, constants, hints = {}, {}, {}
     for index, parameter in enumerate(kernel.params):
         value = arguments[parameter.name]
         if parameter.is_constexpr:
@@ -92,7 +92,9 @@ def compile_launch(launch: Launch, capability: int) -> triton.compiler.CompiledK
             constants[(index,)] = value
         else:
             signature[parameter.name] = mangle_type(value)
-    source = ASTSource(kernel, signature, constants)
+            if isinstance(value, torch.Tensor):  # as torch allocates on a GPU
+                hints[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, hints)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
