@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 
 class Baseline:
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
-        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+        self._model = model.eval()
         self._vocab_size = int(self._model.config.vocab_size)
 
     @torch.inference_mode()
