@@ -212,3 +212,5 @@ for _hook, _listener in _LISTENERS:
     _hook.add_listener(_listener)
 # One line per request of the HTTP library would be part of what is measured.
 logging.getLogger("httpx").setLevel(logging.WARNING)
+# Timers count from the loop's own idea of now, which is as old as the imports are long: --run-time would end that much too early.
+gevent.get_hub().loop.update_now()
