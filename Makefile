@@ -15,7 +15,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help install up down chat ps doctor bench bench-engine bench-gpu bench-pd loadtest install-test test lint clean
+.PHONY: help install up down chat ps doctor bench bench-engine bench-gpu bench-fabric bench-pd loadtest install-test test lint clean
 
 help:           ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14

@@ -52,22 +52,29 @@ struct Int8 {
 // e4m3 without infinities (OCP 8-bit floating point, "E4M3"): bias 7, largest 448, subnormals in steps of 2^-9.
 struct Fp8 {
   static constexpr float kMax = 448.f;
+  // Both candidates are computed and one is masked in, on integers, so that the compiler makes vectors of it.
   static inline uint8_t encode(float y) {
-    const uint32_t sign = (bits_of(y) >> 24) & 0x80;
-    float a = std::fabs(y);
-    a = a < kMax ? a : kMax;
-    const uint32_t u = bits_of(a);
-    const uint32_t normal = ((u + 0x7ffff + ((u >> 20) & 1)) >> 20) - (120u << 3);
-    const uint32_t small = bits_of(a * 512.f + kRound) & 0xff;
-    return uint8_t(sign | (a < 0.015625f ? small : normal));
+    const uint32_t u = bits_of(y), magnitude = u & 0x7fffffff, limit = 0x43e00000;  // 448
+    const uint32_t m = magnitude < limit ? magnitude : limit;
+    const uint32_t normal = ((m + 0x7ffff + ((m >> 20) & 1)) >> 20) - (120u << 3);
+    const uint32_t small = bits_of(float_of(m) * 512.f + kRound);
+    const uint32_t is_small = 0u - uint32_t(m < 0x3c800000u);  // 2^-6, the smallest normal
+    return uint8_t((u >> 24 & 0x80) | (small & is_small & 0x7f) | (normal & ~is_small));
   }
-  static inline float decode(uint8_t v) {
-    const uint32_t code = v & 0x7f;
-    const float normal = float_of((code + (120u << 3)) << 20);
-    const float a = code < 8 ? float(code) * 0.001953125f : normal;
-    return v & 0x80 ? -a : a;
-  }
+  static inline float decode(uint8_t v) { return kValues.of[v]; }
+  struct Values {
+    float of[256];
+    Values() {
+      for (uint32_t v = 0; v < 256; ++v) {
+        const uint32_t code = v & 0x7f;
+        const float a = code < 8 ? float(code) * 0.001953125f : float_of((code + (120u << 3)) << 20);
+        of[v] = v & 0x80 ? -a : a;
+      }
+    }
+  };
+  static const Values kValues;
 };
+const Fp8::Values Fp8::kValues;
 
 // The digest of kernels/digest.py, fed with bytes as they become final.
 struct Digest {
