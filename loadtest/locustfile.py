@@ -97,8 +97,7 @@ class StreamUser(User):
     def on_start(self) -> None:
         self.run_state = run = run_of(self.environment)
         if run.results.problem or run.options is None or run.target is None:
-            self.environment.runner.quit()
-            raise StopUser
+            return
         self.options = run.options
         self.target = run.target
         self.number = next(run.users)
@@ -115,6 +114,11 @@ class StreamUser(User):
 
     @task
     def stream(self) -> None:
+        if self.run_state.results.problem:
+            # In a greenlet of its own: it waits until all users have ended, and this is one. The web page stays for another try.
+            runner = self.environment.runner
+            gevent.spawn(runner.quit if self.environment.web_ui is None else runner.stop)
+            raise StopUser
         run, one = self.run_state, self.request_class
         key = PromptKey(run.worker, self.number, self.num_sent)
         self.num_sent += 1

@@ -29,6 +29,8 @@ class Outcome:
     finish_reason: str
     mode: str
     """How our router placed it (`baton.mode` of the timeline), empty when the server does not say."""
+    detail: str = ""
+    """The server's own words about a failure."""
 
 
 @dataclass(slots=True)
@@ -69,7 +71,7 @@ class StreamMeter:
         self.piece_times_s.append(now_s)
         return now_s - before_s
 
-    def end(self, now_s: float, error: str = "") -> Outcome:
+    def end(self, now_s: float, error: str = "", detail: str = "") -> Outcome:
         """The judgement. `error` is what went wrong outside the events (HTTP, connection, deadline) or the kind of an error event."""
         error = error or self._fault()
         usage = self.usage or Usage(0, 0, 0)
@@ -77,7 +79,7 @@ class StreamMeter:
         num_lost = max(0, self.num_asked - usage.num_completion_tokens) if self.has_done and self.usage is not None else 0
         counts = (usage.num_prompt_tokens, usage.num_completion_tokens, usage.num_cached_tokens)
         record = RequestRecord(self.sent_s, now_s, tuple(self.piece_times_s), *counts, error, None, self.label)
-        return Outcome(record, self.num_asked, num_lost, self.finish_reason, self.mode)
+        return Outcome(record, self.num_asked, num_lost, self.finish_reason, self.mode, detail)
 
     def _fault(self) -> str:
         """What is wrong with a stream whose body ended in order; empty for nothing."""

@@ -52,7 +52,7 @@ def send(
     body = request_body("chat", target.model, prompt, num_tokens, **extras)
     meter = StreamMeter(label, num_tokens, time.monotonic())
     deadline_s = meter.sent_s + target.timeout_s
-    error = ""
+    error = detail = ""
     try:
         with client.stream("POST", target.root + PATHS["chat"], json=body) as reply:
             if reply.status_code != 200:
@@ -66,14 +66,14 @@ def send(
                 if gap_s is not None:
                     on_piece(is_first, gap_s)
     except StreamFailed as failure:
-        error = failure.kind
+        error, detail = failure.kind, failure.message
     except httpx.TimeoutException:
         error = f"no end within {target.timeout_s:g} s"
     except (httpx.RemoteProtocolError, httpx.ReadError) as failure:
         error = CUT if meter.piece_times_s else type(failure).__name__
     except httpx.HTTPError as failure:
         error = type(failure).__name__
-    return meter.end(time.monotonic(), error)
+    return meter.end(time.monotonic(), error, detail)
 
 
 class TargetFailed(Exception):
@@ -87,9 +87,10 @@ def calibrate(client: httpx.Client, target: Target) -> Callable[[int], int]:
     """
     probes: list[tuple[int, int]] = []
     for num_words in PROBE_WORDS:
-        record = send(client, target, "probe", make_text(0, "probe", PromptKey(0, 0, num_words), num_words), PROBE_TOKENS).record
+        outcome = send(client, target, "probe", make_text(0, "probe", PromptKey(0, 0, num_words), num_words), PROBE_TOKENS)
+        record = outcome.record
         if record.error:
-            raise TargetFailed(f"{target.root} did not answer a first small request: {record.error}")
+            raise TargetFailed(f"{target.root} did not answer a first small request: {record.error} {outcome.detail}".rstrip())
         probes.append((num_words, record.num_prompt_tokens))
     both = (probes[0], probes[1])
     try:
