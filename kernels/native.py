@@ -7,8 +7,9 @@ on chunking or on the number of threads, bit for bit.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
-from ctypes import POINTER, c_float, c_int, c_int64, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_float, c_int, c_int64, c_uint64, c_void_p
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 
 from kernels import checks
 from kernels.digest import finish_digest
-from kernels.native_build import NativeLibrary, NativeUnavailable, load_library
+from kernels.native_build import NativeLibrary, NativeUnavailable, instruction_sets_here, load_library
 from kernels.native_decoder import NativeDecoder
 from kernels.native_structs import (
     IS_BF16,
@@ -33,13 +34,15 @@ from kernels.native_structs import (
 )
 from kernels.ops import AttentionMeta, DecoderWeights, Draw, PackedLinear
 
-LAYOUT = "panels16"
 PANEL = 16
+_log = logging.getLogger(__name__)
 
 
 _Lanes = c_uint64 * 16
 _P, _N, _I = c_void_p, c_int64, c_int
 _SIGNATURES: dict[str, tuple[list[Any], Any]] = {
+    "baton_layout": ([_I], c_char_p),
+    "baton_panel_inputs": ([_I, _N], c_int64),
     "baton_pack_linear": ([_I, _P, _P, _N, _N, _I], None),
     "baton_linear": ([_I, _P, _P, _P, _P, _N, _N, _N, _I], None),
     "baton_logits": ([_I, _P, _P, _P, _P, _N, _N, _N, _I], None),
@@ -63,13 +66,15 @@ class NativeOps:
     def __init__(self, dtype: torch.dtype, library: NativeLibrary | None = None) -> None:
         if dtype not in IS_BF16:
             raise NativeUnavailable(f"native kernels serve {', '.join(map(str, IS_BF16))}, not {dtype}")
-        self._library = load_library() if library is None else library
+        self._library = _load_trusted() if library is None else library
         functions: dict[str, Callable[..., Any]] = {}
         for name, (argument_types, result_type) in _SIGNATURES.items():
             function = getattr(self._library.handle, name)
             function.argtypes, function.restype = argument_types, result_type
             functions[name] = function
         self._c = functions
+        layouts = {kind: functions["baton_layout"](kind).decode() for kind in IS_BF16.values()}
+        self._layouts = {dtype_: layouts[kind] for dtype_, kind in IS_BF16.items()}
 
     @property
     def name(self) -> str:
@@ -80,13 +85,12 @@ class NativeOps:
 
     def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
         checks.check_pack(weight, bias)
+        kind = kind_of("weight", weight)
         num_outputs, num_inputs = weight.shape
         num_panels = -(-num_outputs // PANEL)
-        packed = torch.empty((num_panels, num_inputs, PANEL), dtype=weight.dtype)
-        self._c["baton_pack_linear"](
-            kind_of("weight", weight), weight.data_ptr(), packed.data_ptr(), num_outputs, num_inputs, torch.get_num_threads()
-        )
-        return PackedLinear(packed, bias, num_outputs, num_inputs, LAYOUT)
+        packed = torch.empty((num_panels, self._c["baton_panel_inputs"](kind, num_inputs), PANEL), dtype=weight.dtype)
+        self._c["baton_pack_linear"](kind, weight.data_ptr(), packed.data_ptr(), num_outputs, num_inputs, torch.get_num_threads())
+        return PackedLinear(packed, bias, num_outputs, num_inputs, self._layouts[weight.dtype])
 
     def linear(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
         out = torch.empty((x.shape[0], packed.num_outputs), dtype=x.dtype)
@@ -97,7 +101,7 @@ class NativeOps:
         return self._multiply("baton_logits", x, packed, out)
 
     def _multiply(self, function: str, x: torch.Tensor, packed: PackedLinear, out: torch.Tensor) -> torch.Tensor:
-        checks.check_linear(x, packed, LAYOUT)
+        checks.check_linear(x, packed, self._layouts.get(x.dtype, "nothing"))
         bias = None if packed.bias is None else packed.bias.data_ptr()
         rows, threads = x.shape[0], torch.get_num_threads()
         weight, num_outputs, num_inputs = packed.weight.data_ptr(), packed.num_outputs, packed.num_inputs
@@ -212,7 +216,9 @@ class NativeOps:
         return checks.check_sampled(list(tokens))
 
     def fuse_decoder(self, decoder: DecoderWeights) -> NativeDecoder:
-        return NativeDecoder(decoder, LAYOUT, self._c["baton_decoder_work"], self._c["baton_decoder_step"])
+        return NativeDecoder(
+            decoder, self._layouts[decoder.embedding.dtype], self._c["baton_decoder_work"], self._c["baton_decoder_step"]
+        )
 
     def gather_blocks(self, cache: torch.Tensor, block_ids: Sequence[int], out: memoryview) -> bytes:
         num_bytes = checks.check_block_copy(cache, block_ids, out, slab_is_written=True)
@@ -227,3 +233,37 @@ class NativeOps:
         block_bytes = num_bytes // max(len(ids), 1)
         self._c["baton_scatter"](slab.ctypes.data, pointer_of(cache), block_bytes, ids.ctypes.data, len(ids), lanes)
         return finish_digest(bytes(lanes), num_bytes)
+
+
+def _load_trusted() -> NativeLibrary:
+    """The library for the fastest instruction set whose arithmetic is right on this CPU, tried once.
+
+    We cannot run every instruction set where we test, and a hypervisor may promise what it does not keep: a library that
+    computes wrongly or is refused by the system is left out with a warning, and the next one is taken.
+    """
+    reasons: list[str] = []
+    for isa in instruction_sets_here():
+        try:
+            library = load_library(isa)
+            _check_arithmetic(library)
+        except NativeUnavailable as error:
+            reasons.append(f"{isa.name}: {error}")
+            continue
+        if reasons:
+            _log.warning("native kernels use %s, because of %s", isa.name, "; ".join(reasons))
+        return library
+    raise NativeUnavailable("; ".join(reasons))
+
+
+def _check_arithmetic(library: NativeLibrary) -> None:
+    """Small products of each dtype against fp64. Raises NativeUnavailable."""
+    generator = torch.Generator().manual_seed(0)
+    for dtype in IS_BF16:
+        ops = NativeOps(dtype, library)
+        weight = torch.randn(37, 70, generator=generator).to(dtype)
+        packed = ops.pack_linear(weight, None)
+        for num_rows in (1, 2, 3, 7, 37):
+            x = torch.randn(num_rows, 70, generator=generator).to(dtype)
+            error = (ops.logits(x, packed).double() - x.double() @ weight.double().T).abs().max().item()
+            if not error < 1e-4:
+                raise NativeUnavailable(f"products of {num_rows} rows of {dtype} are wrong by {error:.3g} on this CPU")

@@ -36,7 +36,34 @@ COMMON_FLAGS = (
     "-fno-math-errno",
     "-fvisibility=hidden",
 )
-AVX2_FLAGS = ("-mavx2", "-mfma")
+
+
+@dataclass(frozen=True, slots=True)
+class InstructionSet:
+    """What the compiler may use, and the flags of /proc/cpuinfo that a CPU must have for it.
+
+    `amx` adds in another order than the others and `portable` without fused steps, so their results have other bits;
+    `avx2` and `avx512` have the same.
+    """
+
+    name: str
+    compiler_flags: tuple[str, ...]
+    needs: frozenset[str]
+
+
+_AVX2_FLAGS = ("-mavx2", "-mfma")
+_AVX512_FLAGS = (*_AVX2_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
+_AVX512_NEEDS = frozenset({"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl"})
+INSTRUCTION_SETS = (
+    InstructionSet("amx", (*_AVX512_FLAGS, "-mamx-tile", "-mamx-bf16"), _AVX512_NEEDS | {"amx_tile", "amx_bf16"}),
+    InstructionSet("avx512", _AVX512_FLAGS, _AVX512_NEEDS),
+    InstructionSet("avx2", _AVX2_FLAGS, frozenset({"avx2", "fma"})),
+    InstructionSet("portable", (), frozenset()),
+)
+"""From the fastest to the one that runs everywhere."""
+EMULATED_AMX = InstructionSet("emulated-amx", (*_AVX2_FLAGS, "-DBATON_EMULATE_AMX"), frozenset({"avx2", "fma"}))
+"""For tests: the code of `amx` on a CPU without it. Slow, and never chosen by itself."""
+CHOICE_VARIABLE = "BATON_CPU_INSTRUCTIONS"
 
 
 class NativeUnavailable(Exception):
@@ -52,18 +79,39 @@ class NativeLibrary:
     instruction_set: str
 
 
-def load_library(*, portable: bool = False, cache_dir: Path | None = None) -> NativeLibrary:
-    """Finds or builds the library for this CPU and loads it. `portable` leaves AVX2 out. Raises NativeUnavailable."""
+def instruction_sets_here() -> list[InstructionSet]:
+    """Those that this CPU has, fastest first; the environment's BATON_CPU_INSTRUCTIONS names the only one to use.
+
+    Raises ValueError for an unknown name, NativeUnavailable when the named one is not there.
+    """
+    flags = _cpu_flags()
+    wanted = os.environ.get(CHOICE_VARIABLE, "auto")
+    if wanted == "auto":
+        return [isa for isa in INSTRUCTION_SETS if isa.needs <= flags]
+    for isa in INSTRUCTION_SETS:
+        if isa.name == wanted:
+            if missing := isa.needs - flags:
+                raise NativeUnavailable(f"{CHOICE_VARIABLE}={wanted}, but this CPU lacks {', '.join(sorted(missing))}")
+            return [isa]
+    names = ", ".join(["auto", *(isa.name for isa in INSTRUCTION_SETS)])
+    raise ValueError(f"{CHOICE_VARIABLE} must be one of {names}, got {wanted!r}")
+
+
+def load_library(instruction_set: InstructionSet | None = None, *, cache_dir: Path | None = None) -> NativeLibrary:
+    """Finds or builds the library and loads it, by default for the fastest of this CPU. Raises NativeUnavailable."""
     if sys.platform != "linux" or sys.byteorder != "little":
         raise NativeUnavailable(f"only little-endian Linux is supported, this is {sys.platform}, {sys.byteorder}-endian")
-    has_avx2 = not portable and {"avx2", "fma"} <= _cpu_flags()
-    flags = COMMON_FLAGS + (AVX2_FLAGS if has_avx2 else ())
+    isa = instruction_set or instruction_sets_here()[0]
+    flags = COMMON_FLAGS + isa.compiler_flags
     path = (cache_dir or default_cache_dir()) / _build_key(flags) / "libbaton_kernels.so"
     try:
         if not path.exists():
             _build(path, flags)
         _refuse_foreign_file(path)
-        return NativeLibrary(ctypes.CDLL(str(path)), path, "AVX2+FMA" if has_avx2 else f"portable {platform.machine()}")
+        handle = ctypes.CDLL(str(path))
+        if handle.baton_prepare():
+            raise NativeUnavailable("the system does not let this process use the matrix unit (AMX)")
+        return NativeLibrary(handle, path, isa.name)
     except OSError as error:
         raise NativeUnavailable(f"{path}: {error}") from error
 

@@ -68,6 +68,11 @@ struct BatonStep {
 // Which index baton_decoder_step found bad: the result is position * 4 + kind.
 enum BatonBadIndex { kBadToken = 0, kBadSlot = 1, kBadSequence = 2, kBadSampleRow = 3 };
 
+// To be called once, before anything else: 0, or 1 when the system does not let this process use the matrix unit.
+BATON_API int baton_prepare();
+// The name of the layout in which linear layers of a dtype are packed, and how many inputs a panel of 16 outputs has in it.
+BATON_API const char* baton_layout(int is_bf16);
+BATON_API int64_t baton_panel_inputs(int is_bf16, int64_t k);
 BATON_API void baton_pack_linear(int is_bf16, const void* weight, void* packed, int64_t n, int64_t k, int threads);
 BATON_API void baton_linear(int is_bf16, const void* x, const void* packed, const void* bias, void* y, int64_t t, int64_t n, int64_t k,
                             int threads);

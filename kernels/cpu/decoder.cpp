@@ -18,14 +18,17 @@ constexpr int64_t kRowsPerUnit = 2;
 
 // The fp32 buffers of a step, cut from the caller's memory.
 struct Work {
-  float *residual, *hidden, *projected, *qkv, *attended, *gate_up, *activated, *interleaved;
+  float *residual, *hidden, *projected, *qkv, *attended, *gate_up, *activated, *product;
 
   static int64_t widest(const BatonDecoder& d) {
     return std::max(std::max(d.hidden_size, d.num_heads * d.head_dim), d.intermediate_size);
   }
   static int64_t floats_per_token(const BatonDecoder& d) {
     const int64_t qkv = (d.num_heads + 2 * d.num_kv_heads) * d.head_dim;
-    return 3 * d.hidden_size + qkv + d.num_heads * d.head_dim + 3 * d.intermediate_size + widest(d);
+    return 3 * d.hidden_size + qkv + d.num_heads * d.head_dim + 3 * d.intermediate_size;
+  }
+  static int64_t floats(const BatonDecoder& d, int64_t num_tokens) {
+    return num_tokens * floats_per_token(d) + linear_work(num_tokens, widest(d));
   }
   Work(const BatonDecoder& d, float* memory, int64_t num_tokens) {
     const auto take = [&](int64_t width) {
@@ -36,7 +39,7 @@ struct Work {
     residual = take(d.hidden_size), hidden = take(d.hidden_size), projected = take(d.hidden_size);
     qkv = take((d.num_heads + 2 * d.num_kv_heads) * d.head_dim), attended = take(d.num_heads * d.head_dim);
     gate_up = take(2 * d.intermediate_size), activated = take(d.intermediate_size);
-    interleaved = take(widest(d));
+    product = memory;
   }
 };
 
@@ -73,7 +76,7 @@ class Step {
       multiply(crew, work_.activated, rows, layer.down, work_.projected);
     }
     norm(crew, step_.num_samples, work_.projected, d_.final_norm);
-    linear(crew, work_.hidden, step_.num_samples, weights(d_.head), Rounding::kNone, logits_, work_.interleaved);
+    linear(crew, work_.hidden, step_.num_samples, weights(d_.head), Rounding::kNone, logits_, work_.product);
   }
 
  private:
@@ -115,7 +118,7 @@ class Step {
   }
 
   void multiply(Crew& crew, const float* x, int64_t rows, const BatonLinear& w, float* y) {
-    linear(crew, x, rows, weights(w), Rounding::kDtype, y, work_.interleaved);
+    linear(crew, x, rows, weights(w), Rounding::kDtype, y, work_.product);
   }
 
   // Head norms and rotation of queries and keys in place; keys and values go to their slots in the cache.
@@ -199,7 +202,7 @@ void run_step(const BatonDecoder& decoder, const BatonCache& cache, const BatonS
 
 using namespace baton;
 
-int64_t baton_decoder_work(const BatonDecoder* decoder, int64_t num_tokens) { return num_tokens * Work::floats_per_token(*decoder); }
+int64_t baton_decoder_work(const BatonDecoder* decoder, int64_t num_tokens) { return Work::floats(*decoder, num_tokens); }
 
 int64_t baton_decoder_step(const BatonDecoder* decoder, const BatonCache* cache, const BatonStep* step, float* work, float* logits,
                            int threads) {

@@ -5,29 +5,20 @@
 // alone, in any batch and on any number of threads. A panel is streamed from memory once per block of rows.
 #pragma once
 
-#include "simd.h"
+#include "linear_amx.h"
+#include "linear_parts.h"
 #include "team.h"
 
-#include <algorithm>
+#include <type_traits>
 
 namespace baton {
 
-constexpr int64_t kPanel = 16;              // outputs per panel: two vectors
-constexpr int kTileRows = 6;                // 6 x 2 accumulators, 2 weight vectors, 1 input: 15 of 16 registers
-constexpr int64_t kBlockBytes = 256 << 10;  // rows of x that share one pass over the weights stay in half the L2 cache
+#if BATON_AVX512
+constexpr int kTileRows = 12;               // sums in 12 of 32 registers
+#else
+constexpr int kTileRows = 6;                // sums in 12 of 16 registers, 2 for weights, 1 for an input
+#endif
 constexpr int64_t kAheadBytes = 2048;       // how far a single pass over the weights asks the memory ahead
-constexpr int64_t kRunsPerThread = 4;       // units of work per thread: few, so that weights stream in long runs
-
-template <typename T>
-struct Linear {
-  const T* weight;  // [panels, num_inputs, 16]
-  const T* bias;    // [num_outputs] or null
-  int64_t num_outputs, num_inputs;
-  int64_t num_panels() const { return (num_outputs + kPanel - 1) / kPanel; }
-};
-
-// What results are rounded to before they are stored: the dtype of the weights, or nothing beyond fp32.
-enum class Rounding { kDtype, kNone };
 
 // How rows are cut: blocks whose inputs stay in the cache, cut into tiles of nearly equal height.
 struct RowTiling {
@@ -41,69 +32,34 @@ struct RowTiling {
   int64_t tile_start(int64_t block, int64_t tile) const { return block_start(block) + tile * rows_in(block) / tiles_in(block); }
 };
 
-inline void load_weights(const float* p, F8& low, F8& high) { low = load8(p), high = load8(p + 8); }
-inline void load_weights(const bf16* p, F8& low, F8& high) { load_pairs(p, low, high); }
-
 // R rows against P neighbouring panels into out [R, P * 16]; x holds the rows interleaved: x[k * R + r]. While it computes it
 // asks the memory for what is needed next: a line of each of P streams of weights from `ahead` on, `step` bytes per input.
 // (Kept this plain on purpose: with more than one input per turn the compiler no longer keeps the sums in registers.)
 template <typename T, int R, int P>
 void tile(const float* x, const T* weights, int64_t num_inputs, const char* ahead, int64_t step, float* out) {
-  F8 acc[R][P][2];
+  F16 sums[R][P];
   for (int r = 0; r < R; ++r)
-    for (int p = 0; p < P; ++p) acc[r][p][0] = acc[r][p][1] = zero8();
+    for (int p = 0; p < P; ++p) sums[r][p] = zero16();
   for (int64_t k = 0; k < num_inputs; ++k) {
     for (int p = 0; p < P; ++p) {
-      prefetch(ahead + p * num_inputs * kPanel * int64_t(sizeof(T)));
-      F8 low, high;
-      load_weights(weights + (p * num_inputs + k) * kPanel, low, high);
-      for (int r = 0; r < R; ++r) {
-        F8 value = splat(x[k * R + r]);
-        acc[r][p][0] = fma8(value, low, acc[r][p][0]);
-        acc[r][p][1] = fma8(value, high, acc[r][p][1]);
-      }
+      prefetch_far(ahead + p * num_inputs * kPanel * int64_t(sizeof(T)));
+      const F16 weight = load_weights16(weights + (p * num_inputs + k) * kPanel);
+      for (int r = 0; r < R; ++r) sums[r][p] = fma16(splat16(x[k * R + r]), weight, sums[r][p]);
     }
     ahead += step;
   }
   for (int r = 0; r < R; ++r)
-    for (int p = 0; p < P; ++p) {
-      store8(out + (r * P + p) * kPanel, acc[r][p][0]);
-      store8(out + (r * P + p) * kPanel + 8, acc[r][p][1]);
-    }
+    for (int p = 0; p < P; ++p) store_sums16(out + (r * P + p) * kPanel, sums[r][p], weights);
 }
 
 // Panels that a tile of `rows` takes together: with few rows several, so that enough sums are in flight.
 inline int64_t panels_together(int64_t rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
 
-template <typename T>
+// The tile of `rows` rows, at most R.
+template <typename T, int R>
 void any_tile(int rows, bool is_group, const float* x, const T* weights, int64_t num_inputs, const char* ahead, int64_t step, float* out) {
-  switch (rows) {
-    case 1: return (is_group ? tile<T, 1, 4> : tile<T, 1, 1>)(x, weights, num_inputs, ahead, step, out);
-    case 2: return (is_group ? tile<T, 2, 2> : tile<T, 2, 1>)(x, weights, num_inputs, ahead, step, out);
-    case 3: return tile<T, 3, 1>(x, weights, num_inputs, ahead, step, out);
-    case 4: return tile<T, 4, 1>(x, weights, num_inputs, ahead, step, out);
-    case 5: return tile<T, 5, 1>(x, weights, num_inputs, ahead, step, out);
-    default: return tile<T, 6, 1>(x, weights, num_inputs, ahead, step, out);
-  }
-}
-
-template <typename T, typename E>
-void put_outputs(const float* sums, const T* bias, int64_t count, Rounding rounding, E* y) {
-  int64_t n = 0;
-  for (; n + 8 <= count; n += 8) {
-    const F8 value = bias ? add8(load8(sums + n), load8(bias + n)) : load8(sums + n);
-    if (rounding == Rounding::kDtype)
-      put8<T>(y + n, value);
-    else
-      store8(y + n, value);
-  }
-  for (; n < count; ++n) {
-    const float value = bias ? sums[n] + widen(bias[n]) : sums[n];
-    if (rounding == Rounding::kDtype)
-      put1<T>(y + n, value);
-    else
-      y[n] = narrow<E>(value);
-  }
+  if (rows == R) return (is_group ? tile<T, R, R == 1 ? 4 : R == 2 ? 2 : 1> : tile<T, R, 1>)(x, weights, num_inputs, ahead, step, out);
+  if constexpr (R > 1) any_tile<T, R - 1>(rows, is_group, x, weights, num_inputs, ahead, step, out);
 }
 
 // Rows of x [rows, num_inputs] (as T, or values of T widened to fp32) in the order in which tiles read them.
@@ -118,10 +74,13 @@ void interleave(const E* x, int64_t rows, int64_t num_inputs, float* out) {
     for (int64_t k = 0; k < num_inputs; ++k) out[k * rows + r] = widen(x[r * num_inputs + k]);
 }
 
-// x [rows, num_inputs] as T or widened; y [rows, num_outputs] as T or widened. `work` holds rows * num_inputs floats.
+// x [rows, num_inputs] as T or widened; y [rows, num_outputs] as T or widened. `work` holds linear_work(rows, num_inputs) floats.
 template <typename T, typename X, typename Y>
 void linear(Crew& crew, const X* x, int64_t rows, const Linear<T>& w, Rounding rounding, Y* y, float* work) {
   if (rows == 0 || w.num_outputs == 0) return;
+#if BATON_AMX
+  if constexpr (std::is_same_v<T, bf16>) return linear_amx(crew, x, rows, w, rounding, y, work);
+#endif
   const int64_t k = w.num_inputs, num_panels = w.num_panels();
   const RowTiling tiling(rows, k);
   const float* inputs = work;
@@ -155,7 +114,7 @@ void linear(Crew& crew, const X* x, int64_t rows, const Linear<T>& w, Rounding r
         const char* ahead = num_tiles == 1 ? bytes + kAheadBytes : bytes + together * panel_bytes + panel_bytes * i / num_tiles;
         const int64_t step = num_tiles == 1 ? input_bytes : input_bytes / num_tiles;
         const int64_t row = tiling.tile_start(block, i), tile_rows = tiling.tile_start(block, i + 1) - row;
-        any_tile(int(tile_rows), together > 1, inputs + row * k, weights, k, ahead, step, sums);
+        any_tile<T, kTileRows>(int(tile_rows), together > 1, inputs + row * k, weights, k, ahead, step, sums);
         for (int64_t r = 0; r < tile_rows; ++r)
           put_outputs(sums + r * together * kPanel, w.bias ? w.bias + n : nullptr, std::min(together * kPanel, w.num_outputs - n), rounding,
                       y + (row + r) * w.num_outputs + n);

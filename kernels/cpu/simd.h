@@ -9,6 +9,11 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__AVX512F__)
+#define BATON_AVX512 1
+#else
+#define BATON_AVX512 0
+#endif
 #if defined(__AVX2__) && defined(__FMA__)
 #define BATON_AVX2 1
 #include <immintrin.h>
@@ -97,6 +102,7 @@ inline F8 pow2(F8 n) {
 // a, but 0 where x < bound.
 inline F8 zero_below(F8 x, F8 bound, F8 a) { return {_mm256_and_ps(_mm256_cmp_ps(x.v, bound.v, _CMP_NLT_UQ), a.v)}; }
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+inline void prefetch_far(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }  // not into the first level
 
 #else
 
@@ -146,8 +152,47 @@ inline F8 pow2(F8 n) {
 }
 inline F8 zero_below(F8 x, F8 bound, F8 a) { BATON_LANES(x.v[i] < bound.v[i] ? 0.0f : a.v[i]); }
 inline void prefetch(const void*) {}
+inline void prefetch_far(const void*) {}
 #undef BATON_LANES
 
+#endif
+
+// Sixteen fp32 lanes: one register where AVX-512 is there, two F8 elsewhere. The same operations on each lane, so the same bits.
+#if BATON_AVX512
+struct F16 {
+  __m512 v;
+};
+inline F16 zero16() { return {_mm512_setzero_ps()}; }
+inline F16 splat16(float x) { return {_mm512_set1_ps(x)}; }
+inline F16 fma16(F16 a, F16 b, F16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+// Sixteen weights of a panel. A bf16 panel pairs output i with i + 8, so its lanes come as 0 8 1 9 ... and are sorted when stored.
+inline F16 load_weights16(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline F16 load_weights16(const bf16* p) {
+  __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16))};
+}
+inline void store_sums16(float* p, F16 a, const float*) { _mm512_storeu_ps(p, a.v); }
+inline void store_sums16(float* p, F16 a, const bf16*) {
+  const __m512i order = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
+  _mm512_storeu_ps(p, _mm512_permutexvar_ps(order, a.v));
+}
+#else
+struct F16 {
+  F8 low, high;
+};
+inline F16 zero16() { return {zero8(), zero8()}; }
+inline F16 splat16(float x) { return {splat(x), splat(x)}; }
+inline F16 fma16(F16 a, F16 b, F16 c) { return {fma8(a.low, b.low, c.low), fma8(a.high, b.high, c.high)}; }
+inline F16 load_weights16(const float* p) { return {load8(p), load8(p + 8)}; }
+inline F16 load_weights16(const bf16* p) {
+  F16 out;
+  load_pairs(p, out.low, out.high);
+  return out;
+}
+template <typename T>
+inline void store_sums16(float* p, F16 a, const T*) {
+  store8(p, a.low), store8(p + 8, a.high);
+}
 #endif
 
 // a rounded to what T can hold.

@@ -8,21 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.native import NativeOps
-from kernels.native_build import NativeUnavailable, load_library
 from kernels.ops import Draw, Ops
 from kernels.reference import ReferenceOps
 from kernels.sampling import filtered_distribution, sample_row
+from tests.native_instructions import HERE, native_ops
 
 
-@pytest.fixture(scope="module", params=["reference", "native", "native-portable"])
+@pytest.fixture(scope="module", params=["reference", *HERE])
 def ops(request: pytest.FixtureRequest) -> Ops:
-    if request.param == "reference":
-        return ReferenceOps()
-    try:
-        return NativeOps(torch.float32, load_library(portable=request.param == "native-portable"))
-    except NativeUnavailable as error:
-        pytest.skip(f"{request.param}: {error}")
+    return ReferenceOps() if request.param == "reference" else native_ops(request.param)
 
 
 def random_draw(rng: random.Random) -> Draw:

@@ -12,18 +12,15 @@ import pytest
 import torch
 
 from kernels.native import NativeOps
-from kernels.native_build import NativeUnavailable, load_library
 from kernels.ops import AttentionMeta
+from tests.native_instructions import HERE, native_ops
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["avx2", "portable"])
+@pytest.fixture(scope="module", params=HERE)
 def ops(request: pytest.FixtureRequest) -> NativeOps:
-    try:
-        return NativeOps(torch.float32, load_library(portable=request.param))
-    except NativeUnavailable as error:
-        pytest.skip(str(error))
+    return native_ops(request.param)
 
 
 @pytest.fixture(params=DTYPES)

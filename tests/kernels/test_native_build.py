@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -14,9 +15,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels import native_build
+from kernels import native, native_build
 from kernels.dispatch import select_ops
-from kernels.native_build import SOURCE_DIR, NativeUnavailable, load_library
+from kernels.native import NativeOps
+from kernels.native_build import (
+    CHOICE_VARIABLE,
+    COMMON_FLAGS,
+    INSTRUCTION_SETS,
+    SOURCE_DIR,
+    InstructionSet,
+    NativeLibrary,
+    NativeUnavailable,
+    instruction_sets_here,
+    load_library,
+)
+from tests.native_instructions import HERE, MISSING, native_ops
 
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("c++")), reason="no C++ compiler on PATH")
@@ -141,8 +154,8 @@ def test_prebuilding_prints_the_path() -> None:
 def test_selection_by_setting_and_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert select_ops(CPU, torch.float32, "reference").describe() == "reference (plain torch): asked for"
     assert "float64" in select_ops(CPU, torch.float64, "auto").describe()
-    elsewhere = select_ops(torch.device("meta"), torch.bfloat16, "auto")
-    assert elsewhere.name == "reference" and "'meta'" in elsewhere.describe()
+    on_gpu = select_ops(torch.device("cuda"), torch.bfloat16, "auto")
+    assert on_gpu.name == "reference" and "triton" in on_gpu.describe()
     with pytest.raises(RuntimeError, match="not on 'cuda'"):
         select_ops(torch.device("cuda"), torch.bfloat16, "native")
     monkeypatch.setenv("BATON_KERNELS", "fast")
@@ -158,3 +171,56 @@ def test_one_openmp_runtime_serves_torch_and_the_kernels() -> None:
     maps = Path("/proc/self/maps").read_text().splitlines()
     runtimes = {line.split()[-1] for line in maps if "/lib" in line and ("gomp" in line or "iomp" in line or "libomp" in line)}
     assert len(runtimes) == 1, "two pools of busy-waiting threads would fight for the cores"
+
+
+def test_the_kernels_of_every_instruction_set_ran_here() -> None:
+    if MISSING:
+        pytest.skip(f"this CPU has no {', '.join(MISSING)}: those kernels were compiled or emulated at most, not run")
+
+
+@pytest.mark.parametrize("isa", [isa for isa in INSTRUCTION_SETS if isa.name in MISSING], ids=lambda isa: isa.name)
+@needs_compiler
+def test_instruction_sets_of_other_cpus_compile(isa: InstructionSet, tmp_path: Path) -> None:
+    if platform.machine() not in ("x86_64", "AMD64"):
+        pytest.skip(f"{isa.name} is not for {platform.machine()}")
+    command = [
+        "g++",
+        *COMMON_FLAGS,
+        *isa.compiler_flags,
+        "-O1",
+        "-c",
+        str(SOURCE_DIR / "linear.cpp"),
+        "-o",
+        str(tmp_path / "out.o"),
+    ]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_an_instruction_set_that_computes_wrongly_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = native._check_arithmetic
+    best = native_ops(next(iter(HERE)))  # skips without a compiler
+
+    def refuse_the_best(library: NativeLibrary) -> None:
+        if library.instruction_set in best.describe():
+            raise NativeUnavailable("wrong by 1")
+        real(library)
+
+    monkeypatch.setattr(native, "_check_arithmetic", refuse_the_best)
+    ops = NativeOps(torch.float32)
+    assert ops.describe() != best.describe()
+    assert "wrong by 1" in caplog.text
+
+
+def test_the_environment_names_the_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CHOICE_VARIABLE, "portable")
+    assert [isa.name for isa in instruction_sets_here()] == ["portable"]
+    monkeypatch.setenv(CHOICE_VARIABLE, "sse9")
+    with pytest.raises(ValueError, match="BATON_CPU_INSTRUCTIONS must be one of auto, amx, avx512, avx2, portable, got 'sse9'"):
+        instruction_sets_here()
+    if MISSING:
+        monkeypatch.setenv(CHOICE_VARIABLE, MISSING[0])
+        with pytest.raises(NativeUnavailable, match="this CPU lacks"):
+            instruction_sets_here()

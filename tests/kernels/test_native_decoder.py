@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from kernels.native import NativeOps
-from kernels.native_build import NativeUnavailable, load_library
 from kernels.native_decoder import NativeDecoder
 from kernels.ops import AttentionMeta, DecoderLayerWeights, DecoderWeights, PackedLinear
+from tests.native_instructions import HERE, native_ops
 
 BLOCK_SIZE = 16
 
@@ -45,12 +45,9 @@ SHAPES = {
 }
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["avx2", "portable"])
+@pytest.fixture(scope="module", params=HERE)
 def ops(request: pytest.FixtureRequest) -> NativeOps:
-    try:
-        return NativeOps(torch.float32, load_library(portable=request.param))
-    except NativeUnavailable as error:
-        pytest.skip(str(error))
+    return native_ops(request.param)
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
