@@ -147,7 +147,8 @@ def table(report: dict[str, Any]) -> str:
             f"{t['beside_large_p50_ms']:.2f}, {t['beside_large_max_ms']:.2f} | "
             f"{t['idle_sender_cores']:.4f}, {t['idle_receiver_cores']:.4f} |"
         )
-    return "\n".join(lines)
+    lines += [""] + [f"Round {one['round']}, {one['variant']}, {one['layout']}: {one['reason']}" for one in report["failures"]]
+    return "\n".join(lines).rstrip()
 
 
 def this_machine() -> dict[str, Any]:
@@ -195,6 +196,7 @@ def main() -> None:
     sender_cpus, receiver_cpus = split_cpus(arguments.pin)
     machine = this_machine()
     collected: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    failures: list[dict[str, Any]] = []
     for number in range(arguments.rounds):
         for variant in variants[number % len(variants) :] + variants[: number % len(variants)]:
             for layout in arguments.layouts:
@@ -210,8 +212,14 @@ def main() -> None:
                     num_concurrent=4,
                     idle_s=3.0,
                 )
-                collected.setdefault((variant.name, layout), []).append(run_pair(variant, spec))
-                print(f"round {number + 1}: {variant.name}, {layout} done", file=sys.stderr, flush=True)
+                try:
+                    collected.setdefault((variant.name, layout), []).append(run_pair(variant, spec))
+                    outcome = "done"
+                except (RuntimeError, subprocess.TimeoutExpired) as error:
+                    # The other transports are worth measuring all the same; the report says which rounds are missing and why.
+                    outcome = f"FAILED: {str(error).strip().splitlines()[-1][:300]}"
+                    failures.append({"round": number + 1, "variant": variant.name, "layout": layout, "reason": outcome})
+                print(f"round {number + 1}: {variant.name}, {layout}: {outcome}", file=sys.stderr, flush=True)
     report = {
         "machine": machine,
         "rounds": arguments.rounds,
@@ -219,7 +227,9 @@ def main() -> None:
         "results": [
             {"variant": name, "layout": layout, "sizes": medians(rounds), "latencies": latencies(rounds), "rounds": rounds}
             for (name, layout), rounds in collected.items()
+            if rounds
         ],
+        "failures": failures,
     }
     arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     print(table(report))
