@@ -17,7 +17,7 @@ from baton.openai_stream import PATHS, StreamFailed, failure_of_body, request_bo
 from loadtest.measure import CUT, Outcome, StreamMeter
 from loadtest.workloads import PromptKey, make_text
 
-PROBE_WORDS = (24, 96)
+PROBE_WORDS = (12, 48)
 PROBE_TOKENS = 2
 
 

@@ -93,7 +93,7 @@ async def test_a_real_router_loses_nothing_under_mixed_load(tmp_path: Path) -> N
         name = models["data"][0]["id"]
         code, report, output = await locust(
             harness.url, tmp_path, "--model", name, "--workload", "mixed", "--chat-weight", "1", "--timeline", "yes",
-            "--long-prompt-tokens", "90", "--long-output-tokens", "3",
+            "--long-prompt-tokens", "400", "--chat-prompt-tokens", "200", "--long-output-tokens", "3",
         )  # fmt: skip
     assert code == 0, output
     assert report["all"]["tokens_lost"] == 0
