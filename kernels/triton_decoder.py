@@ -1,7 +1,7 @@
 """A decoder's forward pass for the Triton kernels: the same operations, with all between projection and attention fused.
 
-Owns the order of operations; knows no model files and no scheduler. Same bits as the operations one by one
-(engine/models/llama.py), three launches and three copies of q, k and v fewer per layer.
+Owns the order of operations; knows no model files and no scheduler. Against the operations one by one
+(engine/models/llama.py): see triton_qkv for their bits, three launches and three copies of q, k and v fewer per layer.
 """
 
 from __future__ import annotations
