@@ -1,7 +1,8 @@
 """Everything between the QKV projection and attention as one Triton kernel: head norms, rotary embedding, KV write.
 
 Owns the fused kernel, which reduces the same tiles and rounds where the separate operations do. Their bits are equal in the
-interpreter; on a GPU a test has yet to show whether the compiler lays out both sums of a head norm alike. Arguments were checked before. A program takes a tile of heads of any tokens: qkv is read once, K and V go straight to their slots.
+interpreter; on a GPU a test has yet to show whether the compiler lays out both sums of a head norm alike. Arguments
+were checked before. A program takes a tile of heads of any tokens: qkv is read once, K and V go straight to their slots.
 """
 
 from __future__ import annotations
