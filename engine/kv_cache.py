@@ -7,6 +7,7 @@ Hold protects: they touch no other memory and release the GIL while they copy.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections.abc import Sequence
 
@@ -18,8 +19,8 @@ from kernels.ops import Ops
 class KVCache:
     """`num_blocks` blocks of `block_size` tokens for all layers. Implements the fabric's BlockCopier.
 
-    On the CPU the memory is anonymous and private: pages are zero and cost nothing until they are first written, so a large pool
-    grows with its use. Elsewhere it is a plain zero tensor. Raises ValueError for an extent below 1.
+    On the CPU the memory is anonymous and private: pages (huge ones where the system has them) are zero and cost nothing until they
+    are first written, so a large pool grows with its use. Elsewhere it is a plain zero tensor. Raises ValueError for an extent below 1.
     """
 
     def __init__(
@@ -69,4 +70,8 @@ def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     for extent in shape:
         num_bytes *= extent
     region = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # Attention reads small pieces from blocks that lie anywhere: with 4 KiB pages it waits for address translation more than for
+    # data. A refusal (a kernel without huge pages) costs speed only.
+    with contextlib.suppress(OSError):
+        region.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(region, dtype=dtype).view(shape)  # the tensor keeps the mapping alive

@@ -101,7 +101,7 @@ class NativeOps:
         return self._multiply("baton_logits", x, packed, out)
 
     def _multiply(self, function: str, x: torch.Tensor, packed: PackedLinear, out: torch.Tensor) -> torch.Tensor:
-        checks.check_linear(x, packed, self._layouts.get(x.dtype, "nothing"))
+        checks.check_linear(x, packed, self._layouts.get(packed.weight.dtype, "nothing"))
         bias = None if packed.bias is None else packed.bias.data_ptr()
         rows, threads = x.shape[0], torch.get_num_threads()
         weight, num_outputs, num_inputs = packed.weight.data_ptr(), packed.num_outputs, packed.num_inputs

@@ -30,6 +30,8 @@ struct State {
   float *peak, *total, *out;
   static int64_t floats(int64_t rows, int64_t width) { return rows * (width + 2); }
   State(float* memory, int64_t rows) : peak(memory), total(memory + rows), out(memory + 2 * rows) {}
+  State(float* peak, float* total, float* out) : peak(peak), total(total), out(out) {}
+  State rows_from(int64_t row, int64_t width) const { return State{peak + row, total + row, out + row * width}; }
   void clear(int64_t rows, int64_t width) {
     std::fill(peak, peak + rows, kMinusInf);
     std::fill(total, total + rows, 0.0f);
@@ -42,6 +44,7 @@ template <typename T>
 struct Scratch {
   std::vector<float> queries, scores, keys, values, chunk, running;
   const T *key_rows[kTileKeys], *value_rows[kTileKeys];              // where the rows of the tile lie in the cache
+  const T *next_key_rows[kTileKeys], *next_value_rows[kTileKeys];    // the same of the tile that comes next
   const float *wide_key_rows[kTileKeys], *wide_value_rows[kTileKeys];  // the same rows widened in `keys` and `values`
   Scratch(int64_t rows, int64_t width)
       : queries(rows * width), scores(rows * kTileKeys), keys(kTileKeys * width), values(kTileKeys * width),
@@ -50,9 +53,9 @@ struct Scratch {
   }
 };
 
-// Queries [first, last) of one sequence against one KV head. Row r = (query r / group, head r % group).
+// Queries [first, last) of one sequence against KV heads [first_head, last_head). Rows are ordered by KV head, query, query head.
 struct Item {
-  int64_t sequence, first, last, kv_head;
+  int64_t sequence, first, last, first_head, last_head;
   int64_t num_chunks;
   int64_t partial;  // where its chunks' states begin among the partials (in floats), if they are computed apart
 };
@@ -85,7 +88,8 @@ struct Attention {
 
   static int64_t padded_width(const BatonCache& cache) { return (cache.head_dim + 7) / 8 * 8; }
 
-  int64_t rows_of(const Item& item) const { return (item.last - item.first) * group; }
+  int64_t rows_per_head(const Item& item) const { return (item.last - item.first) * group; }
+  int64_t rows_of(const Item& item) const { return rows_per_head(item) * (item.last_head - item.first_head); }
   int64_t key_end(int64_t query) const { return batch.positions[query] + 1; }
   int64_t key_begin(int64_t query) const { return window ? std::max<int64_t>(0, key_end(query) - window) : 0; }
 
@@ -109,9 +113,17 @@ struct Attention {
     for (; d < width; ++d) to[d] = d < head_dim ? widen(from[d]) : 0.0f;
   }
 
+  // Calls body(row, query, head) for each row of the item, in order.
+  template <typename F>
+  void for_rows(const Item& item, F&& body) const {
+    int64_t row = 0;
+    for (int64_t kv_head = item.first_head; kv_head < item.last_head; ++kv_head)
+      for (int64_t query = item.first; query < item.last; ++query)
+        for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) body(row++, query, head);
+  }
+
   void load_queries(const Item& item, float* to) const {
-    for (int64_t r = 0; r < rows_of(item); ++r)
-      load_row(q + (item.first + r / group) * q_stride + (item.kv_head * group + r % group) * cache.head_dim, to + r * width);
+    for_rows(item, [&](int64_t row, int64_t query, int64_t head) { load_row(q + query * q_stride + head * cache.head_dim, to + row * width); });
   }
 
   // Rows of whole vectors are used where they lie; bf16 rows that many queries share are widened once for all of them.
@@ -119,36 +131,21 @@ struct Attention {
     return width == cache.head_dim && (sizeof(T) == sizeof(float) || rows <= kDirectRows);
   }
 
-  const T* row_at(const Item& item, int64_t key) const {
+  const T* row_at(const Item& item, int64_t kv_head, int64_t key) const {
     const int64_t plane = cache.num_kv_heads * cache.block_size * cache.head_dim;
     const int64_t block = batch.block_tables[item.sequence * batch.blocks_max + key / cache.block_size];
     return static_cast<const T*>(cache.data) + (block * cache.num_layers + cache.layer) * 2 * plane +
-           (item.kv_head * cache.block_size + key % cache.block_size) * cache.head_dim;
+           (kv_head * cache.block_size + key % cache.block_size) * cache.head_dim;
   }
 
-  void find_rows(const Item& item, int64_t begin, int64_t end, Scratch<T>& s) const {
+  void find_rows(const Item& item, int64_t kv_head, int64_t begin, int64_t end, const T** keys, const T** values) const {
     const int64_t head_dim = cache.head_dim, plane = cache.num_kv_heads * cache.block_size * head_dim;
     for (int64_t key = begin; key < end;) {
-      const T* k = row_at(item, key);
+      const T* k = row_at(item, kv_head, key);
       const int64_t stop = std::min(end, (key / cache.block_size + 1) * cache.block_size);
-      for (; key < stop; ++key, k += head_dim) s.key_rows[key - begin] = k, s.value_rows[key - begin] = k + plane;
+      for (; key < stop; ++key, k += head_dim) keys[key - begin] = k, values[key - begin] = k + plane;
     }
-    for (int64_t j = end - begin; j % 4; ++j) s.key_rows[j] = s.key_rows[end - begin - 1];  // whole groups; masked later
-  }
-
-  // Blocks lie anywhere, so the hardware cannot guess the next ones: asks for the rows of a later tile ahead of their use.
-  void prefetch_rows(const Item& item, int64_t begin, int64_t end) const {
-    const int64_t head_dim = cache.head_dim, plane = cache.num_kv_heads * cache.block_size * head_dim;
-    for (int64_t key = begin; key < end;) {
-      const T* k = row_at(item, key);
-      const int64_t stop = std::min(end, (key / cache.block_size + 1) * cache.block_size);
-      const int64_t num_bytes = (stop - key) * head_dim * int64_t(sizeof(T));
-      for (int64_t offset = 0; offset < num_bytes; offset += 64) {
-        prefetch(reinterpret_cast<const char*>(k) + offset);
-        prefetch(reinterpret_cast<const char*>(k + plane) + offset);
-      }
-      key = stop;
-    }
+    for (int64_t j = end - begin; j % 4; ++j) keys[j] = keys[end - begin - 1];  // whole groups; masked later
   }
 
   void widen_rows(int64_t num_keys, Scratch<T>& s) const {
@@ -157,9 +154,18 @@ struct Attention {
     for (int64_t j = 0; j < num_keys; ++j) load_row(s.value_rows[j], s.values.data() + j * width);
   }
 
+  // Blocks lie anywhere, so the hardware cannot guess the next ones. While rows are used, `ahead` (or null) names those of the next
+  // tile to ask for: one for each, spread over the work, because only so many requests can be on their way at a time.
+  static void prefetch_row(const T* row, int64_t num_bytes) {
+    for (int64_t offset = 0; offset < num_bytes; offset += 64) prefetch_far(reinterpret_cast<const char*>(row) + offset);
+  }
+
   template <int R, typename K>
-  static void score_rows(const float* queries, const K* const* keys, int64_t num_keys, float* scores, const int64_t width) {
+  static void score_rows(const float* queries, const K* const* keys, int64_t num_keys, float* scores, const int64_t width,
+                         const T* const* ahead) {
     for (int64_t j = 0; j < num_keys; j += 4) {
+      if (ahead)
+        for (int64_t i = j; i < j + 4; ++i) prefetch_row(ahead[i], width * int64_t(sizeof(T)));
       F8 acc[R][4];  // 12 sums, 3 queries and a key: 16 registers
       for (int r = 0; r < R; ++r)
         for (int i = 0; i < 4; ++i) acc[r][i] = zero8();
@@ -181,11 +187,13 @@ struct Attention {
   }
 
   template <int R, int V, typename K>
-  static void add_values(const float* weights, const K* const* values, int64_t num_keys, float* to, int64_t d, const int64_t width) {
+  static void add_values(const float* weights, const K* const* values, int64_t num_keys, float* to, int64_t d, const int64_t width,
+                         const T* const* ahead) {
     F8 acc[R][V];
     for (int r = 0; r < R; ++r)
       for (int v = 0; v < V; ++v) acc[r][v] = load8(to + r * width + d + 8 * v);
     for (int64_t j = 0; j < num_keys; ++j) {
+      if (ahead) prefetch_row(ahead[j] + d, 8 * V * int64_t(sizeof(T)));
       F8 weight[R];
       for (int r = 0; r < R; ++r) weight[r] = splat(weights[r * kTileKeys + j]);
       const K* row = values[j] + d;
@@ -199,10 +207,11 @@ struct Attention {
   }
 
   template <int R, typename K>
-  static void add_rows(const float* weights, const K* const* values, int64_t num_keys, float* to, const int64_t width) {
+  static void add_rows(const float* weights, const K* const* values, int64_t num_keys, float* to, const int64_t width,
+                       const T* const* ahead) {
     int64_t d = 0;
-    for (; d + 32 <= width; d += 32) add_values<R, 4, K>(weights, values, num_keys, to, d, width);
-    for (; d < width; d += 8) add_values<R, 1, K>(weights, values, num_keys, to, d, width);
+    for (; d + 32 <= width; d += 32) add_values<R, 4, K>(weights, values, num_keys, to, d, width, ahead);
+    for (; d < width; d += 8) add_values<R, 1, K>(weights, values, num_keys, to, d, width, ahead);
   }
 
   // Scores of one row become weights; the row's state is rescaled to the new maximum. `low`, `high`: its visible keys here.
@@ -238,31 +247,37 @@ struct Attention {
 
   // All visible keys of one chunk into `state`, which starts empty.
   void run_chunk(const Item& item, int64_t chunk, const float* queries, Scratch<T>& s, State state) const {
-    const int64_t rows = rows_of(item);
-    state.clear(rows, width);
+    const int64_t rows = rows_per_head(item);
+    state.clear(rows_of(item), width);
     const int64_t end = std::min(last_key(item), (chunk + 1) * kChunkKeys);
     const bool in_place = uses_rows_in_place(rows);
     int64_t tile = std::max(first_key(item) / kTileKeys * kTileKeys, chunk * kChunkKeys);
     for (; tile < end; tile += kTileKeys) {
       const int64_t num_keys = std::min(kTileKeys, end - tile);
-      find_rows(item, tile, tile + num_keys, s);
-      if (rows <= kDirectRows && sizeof(T) == 2)  // (an fp32 tile more would push this one out of L1)
-        prefetch_rows(item, tile + num_keys, std::min(tile + num_keys + kTileKeys, end));
-      if (in_place) {
-        run_tile(item, tile, num_keys, s.key_rows, s.value_rows, queries, s.scores.data(), state);
-      } else {
-        widen_rows(num_keys, s);
-        run_tile(item, tile, num_keys, s.wide_key_rows, s.wide_value_rows, queries, s.scores.data(), state);
+      for (int64_t kv_head = item.first_head; kv_head < item.last_head; ++kv_head) {
+        const int64_t row = (kv_head - item.first_head) * rows;
+        const State part = state.rows_from(row, width);
+        find_rows(item, kv_head, tile, tile + num_keys, s.key_rows, s.value_rows);
+        if (!in_place) {
+          widen_rows(num_keys, s);
+          run_tile(item, tile, num_keys, s.wide_key_rows, s.wide_value_rows, queries + row * width, s.scores.data(), part, nullptr, nullptr);
+          continue;
+        }
+        const int64_t next = tile + kTileKeys, next_end = std::min(next + kTileKeys, end);
+        const bool asks_ahead = rows <= kDirectRows && next_end - next == kTileKeys;  // (many rows: the tile is used long enough)
+        if (asks_ahead) find_rows(item, kv_head, next, next_end, s.next_key_rows, s.next_value_rows);
+        run_tile(item, tile, num_keys, s.key_rows, s.value_rows, queries + row * width, s.scores.data(), part,
+                 asks_ahead ? s.next_key_rows : nullptr, asks_ahead ? s.next_value_rows : nullptr);
       }
     }
   }
 
   template <typename K>
   void run_tile(const Item& item, int64_t tile, int64_t num_keys, const K* const* keys, const K* const* values, const float* queries,
-                float* scores, State state) const {
-    const int64_t rows = rows_of(item);
+                float* scores, State state, const T* const* next_keys, const T* const* next_values) const {
+    const int64_t rows = rows_per_head(item);
     by_rows(rows, [&](auto count, int64_t r) {
-      score_rows<decltype(count)::value>(queries + r * width, keys, num_keys, scores + r * kTileKeys, width);
+      score_rows<decltype(count)::value>(queries + r * width, keys, num_keys, scores + r * kTileKeys, width, r ? nullptr : next_keys);
     });
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t query = item.first + r / group;
@@ -270,7 +285,7 @@ struct Attention {
       soften(scores + r * kTileKeys, low, high, state.peak[r], state.total[r], state.out + r * width);
     }
     by_rows(rows, [&](auto count, int64_t r) {
-      add_rows<decltype(count)::value>(scores + r * kTileKeys, values, num_keys, state.out + r * width, width);
+      add_rows<decltype(count)::value>(scores + r * kTileKeys, values, num_keys, state.out + r * width, width, r ? nullptr : next_values);
     });
   }
 
@@ -301,28 +316,34 @@ struct Attention {
   }
 
   void finish(const Item& item, State state) const {
-    for (int64_t r = 0; r < rows_of(item); ++r) {
-      E* to = out + ((item.first + r / group) * num_heads + item.kv_head * group + r % group) * cache.head_dim;
-      const F8 total = splat(state.total[r]);
+    for_rows(item, [&](int64_t row, int64_t query, int64_t head) {
+      E* to = out + (query * num_heads + head) * cache.head_dim;
+      const F8 total = splat(state.total[row]);
       int64_t d = 0;
-      for (; d + 8 <= cache.head_dim; d += 8) put8<T>(to + d, div8(load8(state.out + r * width + d), total));
-      if (d == cache.head_dim) continue;
+      for (; d + 8 <= cache.head_dim; d += 8) put8<T>(to + d, div8(load8(state.out + row * width + d), total));
+      if (d == cache.head_dim) return;
       float tail[8];
-      store8(tail, div8(load8(state.out + r * width + d), total));
+      store8(tail, div8(load8(state.out + row * width + d), total));
       for (int64_t i = d; i < cache.head_dim; ++i) put1<T>(to + i, tail[i - d]);
-    }
+    });
   }
 
+  // Prompts are cut into pieces of queries against one KV head. The few queries of a decode step take all KV heads together: the
+  // keys and values of a block then lie behind each other, and are read in one sweep.
   std::vector<Item> items() const {
     std::vector<Item> list;
     const int64_t queries_per_item = std::max<int64_t>(1, kItemRows / group);
     for (int64_t s = 0; s < batch.num_sequences; ++s)
-      for (int64_t first = batch.query_starts[s]; first < batch.query_starts[s + 1]; first += queries_per_item)
-        for (int64_t h = 0; h < cache.num_kv_heads; ++h) {
-          Item item{s, first, std::min<int64_t>(first + queries_per_item, batch.query_starts[s + 1]), h, 0, 0};
+      for (int64_t first = batch.query_starts[s], last; first < batch.query_starts[s + 1]; first = last) {
+        last = std::min<int64_t>(first + queries_per_item, batch.query_starts[s + 1]);
+        const bool is_few = (last - first) * group <= kDirectRows;
+        const int64_t heads = is_few ? std::clamp<int64_t>(kItemRows / ((last - first) * group), 1, cache.num_kv_heads) : 1;
+        for (int64_t head = 0; head < cache.num_kv_heads; head += heads) {
+          Item item{s, first, last, head, std::min(head + heads, cache.num_kv_heads), 0, 0};
           item.num_chunks = (last_key(item) + kChunkKeys - 1) / kChunkKeys;
           list.push_back(item);
         }
+      }
     return list;
   }
 
