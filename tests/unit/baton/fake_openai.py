@@ -1,7 +1,7 @@
 """A tiny OpenAI-compatible server for tests of clients: one asyncio listener, scripted answers, no model.
 
-It counts a prompt's words as tokens plus a fixed template overhead (token ids as they are), streams a scripted number of pieces with scripted gaps,
-and records every request body and every connection that the client closed early.
+It counts a prompt's words as tokens plus a fixed template overhead (token ids as they are), streams a scripted number of pieces
+with scripted gaps, and records every request body and every connection that the client closed early.
 """
 
 from __future__ import annotations
