@@ -22,7 +22,8 @@ from engine.model_spec import ModelError, ModelSpec, parse_model_spec
 from engine.tokenizer_files import tokenizer_files
 from engine.weights.gguf_config import generation_config, model_config
 from engine.weights.gguf_file import GGUFFile
-from engine.weights.safetensors_files import INDEX_NAME, SINGLE_NAME, Progress
+from engine.weights.model_files import INDEX_NAME, SINGLE_NAME
+from engine.weights.safetensors_files import Progress
 from engine.weights.tensor_names import required_tensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

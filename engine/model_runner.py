@@ -6,6 +6,8 @@ network. Loading reads memory-mapped files and takes seconds; every unusable fol
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import sub
 from pathlib import Path
@@ -16,12 +18,14 @@ import torch
 from engine.batch import StepBatch
 from engine.block_tables import BlockTables
 from engine.kv_cache import KVCache
-from engine.model_spec import ModelError, ModelSpec, parse_model_spec
+from engine.model_spec import ModelError, ModelSpec
 from engine.models.llama import LlamaModel
-from engine.models.llama_weights import load_llama_weights
+from engine.models.llama_weights import TensorSource, load_llama_weights
 from engine.sampler import Sampler
 from engine.sequence import num_blocks_for
-from engine.weights.safetensors_files import Progress, SafetensorsFolder, read_json, weights_fingerprint
+from engine.weights.model_files import load_model_spec, weights_fingerprint
+from engine.weights.packed_cache import load_packed
+from engine.weights.safetensors_files import Progress, SafetensorsFolder
 from kernels.dispatch import select_ops
 from kernels.ops import AttentionMeta, Ops
 
@@ -74,21 +78,14 @@ def attention_meta(batch: StepBatch, tables: BlockTables, block_size: int, devic
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """All that a worker needs of its model. `fingerprint_of_weights` is equal in all processes that serve the same model."""
+    """All that a worker needs of its model. `fingerprint_of_weights` is equal in all processes that serve the same model;
+    `weights` says where the weights lie, and why they are not shared with other workers where they are not."""
 
     spec: ModelSpec
     runner: TorchModelRunner
     kv_cache: KVCache
     fingerprint_of_weights: str
-
-
-def load_model_spec(folder: str | Path) -> ModelSpec:
-    """The spec of a Hugging Face folder. Raises ModelError naming the file and the field."""
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise ModelError(f"{folder}: no such folder")
-    generation = folder / "generation_config.json"
-    return parse_model_spec(read_json(folder / "config.json"), read_json(generation) if generation.is_file() else None)
+    weights: str
 
 
 def load_engine_model(
@@ -101,9 +98,11 @@ def load_engine_model(
     kv_bytes: int | None = None,
     ops: Ops | None = None,
     progress: Progress | None = None,
+    packed_dir: Path | None = None,
 ) -> LoadedModel:
     """Loads weights as `dtype` ("float32", "bfloat16") and allocates the pool of `num_blocks`, else of `kv_bytes` in all.
 
+    `packed_dir`: folder of packed weights that workers of this host share; None packs in this process' own memory.
     Raises ModelError for a folder that cannot be served and ValueError for a pool that holds no block.
     """
     if dtype not in DTYPES:
@@ -114,10 +113,21 @@ def load_engine_model(
     ops = ops if ops is not None else select_ops(device, torch_dtype)
     num_positions = min(spec.max_positions, num_blocks * block_size)
     fingerprint = weights_fingerprint(folder, spec)
-    with torch.inference_mode(), SafetensorsFolder(folder, spec, torch_dtype, device, progress) as files:
-        model = LlamaModel(spec, load_llama_weights(spec, files.take, ops), ops, num_positions)
+
+    @contextmanager
+    def open_source() -> Iterator[TensorSource]:
+        """Mapped apart from the tensors that stay: what was only read to be packed is unmapped afterwards."""
+        with SafetensorsFolder(folder, spec, torch_dtype, device, progress) as source:
+            yield source.take
+
+    with torch.inference_mode(), SafetensorsFolder(folder, spec, torch_dtype, device, None) as files:
+        packed = load_packed(folder, spec, fingerprint, torch_dtype, device, ops, open_source, packed_dir, progress)
+        weights = load_llama_weights(spec, files.take, packed.linears)
+        if progress is not None:
+            progress(files.total_bytes, files.total_bytes)
+    model = LlamaModel(spec, weights, ops, num_positions)
     kv_cache = KVCache(num_blocks, spec.num_layers, spec.num_kv_heads, block_size, spec.head_dim, torch_dtype, device, ops)
-    return LoadedModel(spec, TorchModelRunner(model, kv_cache, Sampler(ops)), kv_cache, fingerprint)
+    return LoadedModel(spec, TorchModelRunner(model, kv_cache, Sampler(ops)), kv_cache, fingerprint, packed.where)
 
 
 def _pool_size(spec: ModelSpec, dtype: torch.dtype, block_size: int, num_blocks: int | None, kv_bytes: int | None) -> int:

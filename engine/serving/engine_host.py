@@ -22,6 +22,7 @@ from engine.model_spec import ModelSpec
 from engine.prefix_index import PrefixIndex
 from engine.scheduler import Scheduler, SchedulerSettings
 from engine.serving.settings import WorkerSettings
+from engine.weights.packed_cache import default_packed_dir
 from kernels.dispatch import select_ops
 
 TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -36,6 +37,7 @@ class EngineHost:
     model_digest: str
     max_sequence_tokens: int
     kernels: str
+    weights: str
     _loop: EngineLoop
 
     def submit(self, command: Command) -> None:
@@ -83,6 +85,7 @@ def start_engine(
         kv_bytes=settings.kv_bytes,
         ops=ops,
         progress=on_progress,
+        packed_dir=default_packed_dir(),
     )
     num_blocks = loaded.kv_cache.num_blocks
     prefill_tokens_max = min(prefill_tokens_max, settings.token_budget)
@@ -114,5 +117,6 @@ def start_engine(
         model_digest=loaded.fingerprint_of_weights,
         max_sequence_tokens=max_sequence_tokens,
         kernels=ops.describe(),
+        weights=loaded.weights,
         _loop=engine_loop,
     )

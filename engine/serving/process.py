@@ -197,6 +197,7 @@ class _WorkerProcess:
             "engine_ready",
             seconds=round(self._clock.monotonic() - start, 3),
             kernels=host.kernels,
+            weights=host.weights,
             dtype=self._settings.dtype,
             blocks=host.kv_cache.num_blocks,
             block_bytes=host.kv_cache.block_bytes,

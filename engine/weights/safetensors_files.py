@@ -1,14 +1,11 @@
 """The weights of a Hugging Face folder: memory-mapped safetensors files, single or sharded, checked against the spec.
 
-Owns finding the files, checking names and shapes before anything is read, and a cheap fingerprint; knows nothing of
-layers. Pages are read from disk when a tensor is taken, so opening costs milliseconds whatever the size.
+Owns checking names and shapes before anything is read, and the mappings; knows nothing of layers. Pages are read from disk when a
+tensor is used, so opening costs milliseconds whatever the size; a mapping lives as long as a tensor that still points into it.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import json
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -18,46 +15,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from engine.model_spec import ModelError, ModelSpec
+from engine.weights.model_files import weight_files
 from engine.weights.tensor_names import required_tensors
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all), at least once at the end."""
-
-SINGLE_NAME = "model.safetensors"
-INDEX_NAME = "model.safetensors.index.json"
-_HEADER_BYTES_MAX = 100 << 20
-_SAMPLES_PER_FILE, _SAMPLE_BYTES = 64, 4096
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a model folder; ModelError when it is missing or is none."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise ModelError(f"{path}: not valid JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path}: not a JSON object")
-    return value
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The weight files of the folder, sorted by name. ModelError when there are none or the index names a missing one."""
-    if (folder / SINGLE_NAME).is_file():
-        return [folder / SINGLE_NAME]
-    if not (folder / INDEX_NAME).is_file():
-        raise ModelError(f"{folder}: holds neither {SINGLE_NAME} nor {INDEX_NAME}")
-    weight_map = read_json(folder / INDEX_NAME).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ModelError(f"{folder / INDEX_NAME}: weight_map is missing")
-    names = sorted({str(name) for name in weight_map.values()})
-    for name in names:
-        if Path(name).name != name:
-            raise ModelError(f"{folder / INDEX_NAME}: weight_map names {name!r}, which is not a plain file name")
-        if not (folder / name).is_file():
-            raise ModelError(f"{folder / name}: named by {INDEX_NAME} but missing")
-    return [folder / name for name in names]
 
 
 class SafetensorsFolder:
@@ -114,26 +76,3 @@ class SafetensorsFolder:
                 raise ModelError(f"{path}: tensor {name} has type {stored.get_dtype()}; supported are F32, F16, BF16")
             self._sources[name] = handle
             self._sizes[name] = handle.get_tensor(name).nbytes
-
-
-def weights_fingerprint(folder: Path, spec: ModelSpec) -> str:
-    """Hex digest that two workers compare before KV moves between them: same model, same weights.
-
-    Covers the parsed configuration and, per weight file, size, header and 64 evenly spaced samples of 4 KiB, so another
-    fine-tune with the same shapes differs, yet no file is read whole. Independent of path, host and process.
-    """
-    digest = hashlib.blake2b(digest_size=16, person=b"baton.weights")
-    digest.update(json.dumps(dataclasses.asdict(spec), sort_keys=True).encode())
-    for path in weight_files(folder):
-        size = path.stat().st_size
-        digest.update(f"\0{path.name}\0{size}\0".encode())
-        with path.open("rb") as file:
-            header_bytes = int.from_bytes(file.read(8), "little")
-            if header_bytes > min(size, _HEADER_BYTES_MAX):
-                raise ModelError(f"{path}: not a safetensors file, header of {header_bytes} bytes")
-            digest.update(file.read(header_bytes))
-            last = max(0, size - _SAMPLE_BYTES)
-            for sample in range(_SAMPLES_PER_FILE):
-                file.seek(last * sample // (_SAMPLES_PER_FILE - 1))
-                digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()

@@ -20,12 +20,16 @@ constexpr int kTileRows = 6;                // sums in 12 of 16 registers, 2 for
 #endif
 constexpr int64_t kAheadBytes = 2048;       // how far a single pass over the weights asks the memory ahead
 
-// How rows are cut: blocks whose inputs stay in the cache, cut into tiles of nearly equal height.
+// How rows are cut: blocks of nearly equal height whose inputs stay in the cache, cut into tiles of nearly equal height.
 struct RowTiling {
-  int64_t rows, block_rows;
-  RowTiling(int64_t rows, int64_t num_inputs)
-      : rows(rows), block_rows(std::max<int64_t>(4 * kTileRows, kBlockBytes / 4 / std::max<int64_t>(1, num_inputs) / kTileRows * kTileRows)) {}
-  int64_t num_blocks() const { return (rows + block_rows - 1) / block_rows; }
+  int64_t rows, num_blocks, block_rows;
+  RowTiling(int64_t rows, int64_t num_inputs) : rows(rows) {
+    const int64_t rows_max = std::max<int64_t>(4 * kTileRows, kBlockBytes / 4 / std::max<int64_t>(1, num_inputs));
+    num_blocks = (rows + rows_max - 1) / rows_max;
+    const int64_t even = (rows + num_blocks - 1) / num_blocks;
+    block_rows = (even + kTileRows - 1) / kTileRows * kTileRows;
+    num_blocks = (rows + block_rows - 1) / block_rows;
+  }
   int64_t block_start(int64_t block) const { return block * block_rows; }
   int64_t rows_in(int64_t block) const { return std::min(block_rows, rows - block * block_rows); }
   int64_t tiles_in(int64_t block) const { return (rows_in(block) + kTileRows - 1) / kTileRows; }
@@ -89,7 +93,7 @@ void linear(Crew& crew, const X* x, int64_t rows, const Linear<T>& w, Rounding r
   }
   if (inputs == work) {
     int64_t num_tiles = 0;
-    for (int64_t block = 0; block < tiling.num_blocks(); ++block) num_tiles += tiling.tiles_in(block);
+    for (int64_t block = 0; block < tiling.num_blocks; ++block) num_tiles += tiling.tiles_in(block);
     const int64_t tiles_per_block = tiling.tiles_in(0);
     crew.each(num_tiles, [&](int64_t unit) {
       const int64_t block = unit / tiles_per_block, tile = unit % tiles_per_block;
@@ -99,7 +103,7 @@ void linear(Crew& crew, const X* x, int64_t rows, const Linear<T>& w, Rounding r
   }
   const int64_t width = panels_together(rows), groups = (num_panels + width - 1) / width;
   const int64_t num_runs = std::min<int64_t>(groups, crew.size * kRunsPerThread);
-  crew.each(tiling.num_blocks() * num_runs, [&](int64_t unit) {
+  crew.each(tiling.num_blocks * num_runs, [&](int64_t unit) {
     const int64_t block = unit / num_runs, run = unit % num_runs, num_tiles = tiling.tiles_in(block);
     const int64_t end = std::min(num_panels, groups * (run + 1) / num_runs * width);
     const int64_t panel_bytes = k * kPanel * int64_t(sizeof(T)), input_bytes = kPanel * int64_t(sizeof(T));

@@ -29,7 +29,7 @@ from engine import convert, model_folder
 from engine.convert import convert_gguf
 from engine.model_folder import DEMO_WHEEL_VARIABLE, DemoModel, resolve_model_folder
 from engine.model_spec import ModelError
-from engine.weights.safetensors_files import weight_files
+from engine.weights.model_files import weight_files
 from tests.unit.engine.tiny_gguf import BYTE, CONTROL, NORMAL, SIZES, UNKNOWN, VOCAB_SIZE, gguf_tensors, write_gguf
 
 MODELS: dict[str, PretrainedConfig] = {

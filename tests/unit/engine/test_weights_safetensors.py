@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.model_runner import load_engine_model, load_model_spec
+from engine.model_runner import load_engine_model
 from engine.model_spec import ModelError, ModelSpec, parse_model_spec
-from engine.weights.safetensors_files import SafetensorsFolder, weight_files, weights_fingerprint
+from engine.weights.model_files import load_model_spec, weight_files, weights_fingerprint
+from engine.weights.safetensors_files import SafetensorsFolder
 from engine.weights.tensor_names import required_tensors
 from kernels.reference import ReferenceOps
 
