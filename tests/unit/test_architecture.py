@@ -81,3 +81,35 @@ def test_the_search_for_object_loaders_finds(source: str) -> None:
 
 def test_version_is_the_packages() -> None:
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == VERSION
+
+
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [
+        ("prefill_service.main", {"grpc", "numpy", "redis", "torch"}),
+        ("decode_service.main", {"grpc", "numpy", "redis", "torch"}),
+        ("router.main", {"fastapi", "grpc", "redis"}),
+        ("engine.model_folder", set()),
+        ("baton.main", set()),
+    ],
+)
+def test_a_process_imports_no_more_than_it_needs_to_start(module: str, heavy: set[str]) -> None:
+    """Start-up time is mostly imports: torch takes 2 s, transformers as long again."""
+    suspects = {
+        "torch",
+        "transformers",
+        "triton",
+        "gguf",
+        "scipy",
+        "sympy",
+        "numpy",
+        "grpc",
+        "redis",
+        "fastapi",
+        "httpx",
+        "rich",
+        "locust",
+    }
+    program = f"import sys, {module}; print(*sorted({{name.split('.')[0] for name in sys.modules}} & {suspects}))"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert set(result.stdout.split()) == heavy
