@@ -20,6 +20,7 @@ from engine.block_allocator import BlockAllocator
 from engine.commands import ChunkComputed, Command, Event, Refused, Reserved, Sampled, SequenceEnded, SequenceSpec
 from engine.intake import check_size, check_spec
 from engine.prefix_index import PrefixIndex
+from engine.prompt_shares import share_out
 from engine.sequence import Kind, Sequence, State, arrival_of, finish_reason, handoff_owner
 from engine.sequence_blocks import SequenceBlocks
 from engine.step_builder import StepBuilder
@@ -33,7 +34,9 @@ class SchedulerSettings:
     A step computes at most `token_budget` tokens, of which at most `prefill_tokens_max` belong to prompt chunks, and at most
     `prefill_tokens_beside_max` (None: the same) if any sequence decodes in that step: its next token waits for the chunks. At most
     `max_sequences` sequences run or are reserved, at most `waiting_max` new ones wait. Admission leaves each active sequence
-    `growth_blocks` blocks to grow into before anyone is preempted. `retry_after_s` is the hint of a refusal for overload.
+    `growth_blocks` blocks to grow into before anyone is preempted. Up to `prompts_at_once` prompts are computed side by side even when
+    one alone would fill the steps: more let short ones pass long ones sooner and hold blocks longer. `retry_after_s` is the hint
+    of a refusal for overload.
     """
 
     block_size: int
@@ -43,11 +46,12 @@ class SchedulerSettings:
     max_sequence_tokens: int
     waiting_max: int
     growth_blocks: int = 1
+    prompts_at_once: int = 4
     prefill_tokens_beside_max: int | None = None
     retry_after_s: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "token_budget", "prefill_tokens_max", "max_sequences", "waiting_max"):
+        for name in ("block_size", "token_budget", "prefill_tokens_max", "max_sequences", "waiting_max", "prompts_at_once"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, at least 1 is needed")
         if self.max_sequence_tokens < 2:
@@ -180,19 +184,20 @@ class Scheduler:
     # ---- a step --------------------------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> StepBatch | None:
-        """The next step's work: decodes, then chunks, then new sequences. None: nothing can be done until the next command."""
+        """The next step's work: decodes, then chunks of prompts. None: nothing can be done until the next command."""
         assert self._batch is None, "schedule came before the last batch was applied"
         builder = StepBuilder(self._settings.block_size)
         self._schedule_decodes(builder)
         settings, num_decodes = self._settings, builder.num_tokens
         num_prefill_max = settings.prefill_tokens_beside if num_decodes else settings.prefill_tokens_max
         num_tokens_max = min(num_decodes + num_prefill_max, settings.token_budget)
-        for arrival in sorted(self._prefilling):
-            if builder.num_tokens == num_tokens_max:
-                break
-            sequence = self._prefilling[arrival]
-            builder.add(sequence, min(sequence.num_uncomputed, num_tokens_max - builder.num_tokens))
-        self._admit(builder, num_tokens_max)
+        num_prefill = num_tokens_max - num_decodes
+        if num_prefill:
+            admitted = self._admit(num_prefill)
+            prompts = [self._prefilling[arrival] for arrival in sorted(self._prefilling)]
+            prompts += [sequence for sequence in admitted if sequence.num_uncomputed == 1]
+            for sequence, num_tokens in share_out(num_prefill, prompts):
+                builder.add(sequence, num_tokens)
         if builder.num_tokens:
             self._num_steps += 1
             self._num_decode_tokens += num_decodes
@@ -229,11 +234,17 @@ class Scheduler:
         del self._running[index]
         self._prefilling.pop(sequence.arrival, None)
 
-    def _admit(self, builder: StepBuilder, num_tokens_max: int) -> None:
-        while builder.num_tokens < num_tokens_max and len(self._running) + len(self._reserved) < self._settings.max_sequences:
+    def _admit(self, num_prefill: int) -> list[Sequence]:
+        """New sequences for this step, in order: until the prompts under way use up `num_prefill` tokens, but a few in any case,
+        so that a short prompt need not wait for a long one that came before it."""
+        num_uncomputed = sum(sequence.num_uncomputed for sequence in self._prefilling.values())
+        admitted: list[Sequence] = []
+        while num_uncomputed < num_prefill or len(self._prefilling) < self._settings.prompts_at_once:
             sequence = self._waiting.head()
-            if sequence is None or not self._blocks.admit(sequence, self._headroom(sequence)):
-                return
+            if sequence is None or len(self._running) + len(self._reserved) >= self._settings.max_sequences:
+                break
+            if not self._blocks.admit(sequence, self._headroom(sequence)):
+                break
             self._waiting.remove(sequence)
             sequence.state = State.RUNNING
             insort(self._running, sequence, key=arrival_of)
@@ -241,7 +252,9 @@ class Scheduler:
                 self._prefilling[sequence.arrival] = sequence
             if sequence.has_handoff:
                 self._handoffs.add(sequence.key)
-            builder.add(sequence, min(sequence.num_uncomputed, num_tokens_max - builder.num_tokens))
+            admitted.append(sequence)
+            num_uncomputed += sequence.num_uncomputed
+        return admitted
 
     def _headroom(self, sequence: Sequence) -> int:
         """Blocks that must stay available when a sequence is admitted: the watermark that keeps preemption from thrashing."""

@@ -74,6 +74,7 @@ class EngineDriver:
         max_sequence_tokens: int | None = None,
         waiting_max: int = 64,
         growth_blocks: int = 1,
+        prompts_at_once: int = 4,
         vocab_size: int = 97,
     ) -> None:
         self.block_size = block_size
@@ -88,6 +89,7 @@ class EngineDriver:
             max_sequence_tokens=max_sequence_tokens or num_blocks * block_size + 1,
             waiting_max=waiting_max,
             growth_blocks=growth_blocks,
+            prompts_at_once=prompts_at_once,
         )
         self.scheduler = Scheduler(settings, self.allocator, PrefixIndex(self.allocator, block_size, b"oracle"))
         self.outcomes: dict[AttemptKey, Outcome] = {}

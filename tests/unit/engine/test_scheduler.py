@@ -97,6 +97,39 @@ def test_long_prompts_are_chunked_and_never_swamp_decodes() -> None:
     assert driver["long"].tokens == lone_run(make_spec("long", range(100, 140), 3), VOCAB)
 
 
+def test_a_short_prompt_does_not_wait_for_a_long_one_before_it() -> None:
+    driver = EngineDriver(num_blocks=128, token_budget=16)
+    driver.handle(Generate(make_spec("long", range(100, 200), 2)))
+    driver.step()
+    driver.handle(Generate(make_spec("short", range(6), 2)))
+    driver.step()
+    assert len(driver["short"].tokens) == 1, "it is computed in the first step after it came"
+    driver.run_until_idle()
+    assert driver["long"].tokens == lone_run(make_spec("long", range(100, 200), 2), VOCAB)
+    assert driver["short"].tokens == lone_run(make_spec("short", range(6), 2), VOCAB)
+
+
+def test_a_long_prompt_goes_on_while_short_ones_keep_coming() -> None:
+    driver = EngineDriver(num_blocks=400, token_budget=16)
+    driver.handle(Generate(make_spec("long", range(100, 180), 1)))
+    for index in range(10):  # 80 tokens at 8 of 16 a step
+        assert key("long") not in driver.outcomes
+        driver.handle(Generate(make_spec(index, range(index * 20, index * 20 + 16), 1)))
+        driver.step()
+    assert len(driver["long"].tokens) == 1
+    driver.run_until_idle()
+    driver.assert_no_block_held()
+
+
+def test_few_prompts_are_under_way_at_the_same_time() -> None:
+    driver = EngineDriver(num_blocks=400, token_budget=16, prompts_at_once=3)
+    for index in range(10):
+        driver.handle(Generate(make_spec(index, range(index * 50, index * 50 + 40), 1)))
+    driver.step()
+    assert driver.scheduler.load().num_running == 3, "the others hold no blocks yet"
+    driver.run_until_idle()
+
+
 def test_the_token_budget_bounds_every_step() -> None:
     driver = EngineDriver(num_blocks=128, token_budget=10)
     for index in range(8):
