@@ -58,6 +58,10 @@ def served_model_name(model: str) -> str:
     return name.removesuffix(".gguf") or model
 
 
+QUEUED_PROMPT_TOKENS_MAX = 1 << 16
+"""Prompt tokens that may wait on one decode worker of a fleet without prefill workers before the router answers 429."""
+
+
 def split_cpus(text: str, num_workers: int, flag: str) -> list[str]:
     """`"0;1"` for two workers → ["0", "1"]; empty → no pinning. Raises PlanError when the count differs."""
     if not text:
@@ -98,6 +102,9 @@ def plan_fleet(options: FleetOptions, around: Surroundings) -> list[ChildSpec]:
 
 def _router(options: FleetOptions, around: Surroundings) -> ChildSpec:
     flags = {"--host": options.host, "--port": str(around.port)}
+    if not options.num_prefill:
+        # The router's own bound is for a fleet that lost its prefill workers. This one has none on purpose: prompts queue.
+        flags["--local-prefill-tokens-max"] = str(QUEUED_PROMPT_TOKENS_MAX)
     return ChildSpec("router", _argv(around, "router.main", options, flags), around.env, STOP_ROUTER)
 
 

@@ -9,6 +9,8 @@ import pytest
 from baton.fleet_plan import FleetOptions, PlanError, Surroundings, check_options, plan_fleet, served_model_name
 from baton.main import build_parser
 from baton.up import options_from
+from common.settings import load_settings
+from router.settings import RouterSettings
 
 AROUND = Surroundings(
     python="/py",
@@ -39,6 +41,13 @@ def test_one_router_and_the_wanted_workers_each_under_its_own_name() -> None:
     assert [spec.argv[2] for spec in specs] == ["router.main", *["prefill_service.main"] * 2, *["decode_service.main"] * 3]
     assert [flag(spec.argv, "--worker-id") for spec in specs[1:]] == [spec.name for spec in specs[1:]]
     assert all(flag(spec.argv, "--cluster") == "c" and flag(spec.argv, "--redis-url") == "redis://r" for spec in specs)
+
+
+def test_prompts_queue_where_there_is_no_prefill_worker_on_purpose() -> None:
+    assert flag(plan_fleet(options(), AROUND)[0].argv, "--local-prefill-tokens-max") is None, "the router's own bound"
+    router = plan_fleet(options(num_prefill=0), AROUND)[0]
+    assert flag(router.argv, "--local-prefill-tokens-max") == "65536"
+    assert load_settings(RouterSettings, router.argv[3:], {"BATON_CLUSTER_SECRET": "s" * 32}).local_prefill_tokens_max == 65536
 
 
 def test_the_router_stops_before_the_workers() -> None:
