@@ -8,8 +8,12 @@ on chunking or on the number of threads, bit for bit.
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, c_char_p, c_float, c_int, c_int64, c_uint64, c_void_p
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +21,7 @@ import torch
 
 from kernels import checks
 from kernels.digest import finish_digest
-from kernels.native_build import NativeLibrary, NativeUnavailable, instruction_sets_here, load_library
+from kernels.native_build import InstructionSet, NativeLibrary, NativeUnavailable, instruction_sets_here, load_library
 from kernels.native_decoder import NativeDecoder
 from kernels.native_structs import (
     IS_BF16,
@@ -35,6 +39,7 @@ from kernels.native_structs import (
 from kernels.ops import AttentionMeta, DecoderWeights, Draw, PackedLinear
 
 PANEL = 16
+CHECK_TIMEOUT_S = 120.0
 _log = logging.getLogger(__name__)
 
 
@@ -245,7 +250,10 @@ def _load_trusted() -> NativeLibrary:
     for isa in instruction_sets_here():
         try:
             library = load_library(isa)
-            _check_arithmetic(library)
+            if isa.has_run_here:
+                check_arithmetic(library)
+            else:
+                _check_apart(isa, library)
         except NativeUnavailable as error:
             reasons.append(f"{isa.name}: {error}")
             continue
@@ -255,7 +263,7 @@ def _load_trusted() -> NativeLibrary:
     raise NativeUnavailable("; ".join(reasons))
 
 
-def _check_arithmetic(library: NativeLibrary) -> None:
+def check_arithmetic(library: NativeLibrary) -> None:
     """Small products of each dtype against fp64. Raises NativeUnavailable."""
     generator = torch.Generator().manual_seed(0)
     for dtype in IS_BF16:
@@ -267,3 +275,24 @@ def _check_arithmetic(library: NativeLibrary) -> None:
             error = (ops.logits(x, packed).double() - x.double() @ weight.double().T).abs().max().item()
             if not error < 1e-4:
                 raise NativeUnavailable(f"products of {num_rows} rows of {dtype} are wrong by {error:.3g} on this CPU")
+
+
+def _check_apart(isa: InstructionSet, library: NativeLibrary) -> None:
+    """The same check in a process of its own, which an illegal instruction may end. A mark beside the library spares the next
+    start two seconds. Raises NativeUnavailable."""
+    mark = library.path.with_name("checked")
+    if mark.exists():
+        return
+    program = (
+        "import sys; from kernels.native import check_arithmetic; from kernels.native_build import INSTRUCTION_SETS, load_library\n"
+        f"check_arithmetic(load_library(next(isa for isa in INSTRUCTION_SETS if isa.name == {isa.name!r})))"
+    )
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent.parent), *filter(None, sys.path)])}
+    try:
+        result = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=CHECK_TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        raise NativeUnavailable(f"checking its arithmetic took longer than {CHECK_TIMEOUT_S:.0f} s") from error
+    if result.returncode != 0:
+        last_line = result.stderr.strip().rpartition("\n")[2][:300]
+        raise NativeUnavailable(f"checking its arithmetic ended with code {result.returncode}: {last_line}")
+    mark.touch()

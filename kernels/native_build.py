@@ -43,20 +43,21 @@ class InstructionSet:
     """What the compiler may use, and the flags of /proc/cpuinfo that a CPU must have for it.
 
     `amx` adds in another order than the others and `portable` without fused steps, so their results have other bits;
-    `avx2` and `avx512` have the same.
+    `avx2` and `avx512` have the same. `has_run_here`: we have run it on a real CPU, so that trying it cannot end the process.
     """
 
     name: str
     compiler_flags: tuple[str, ...]
     needs: frozenset[str]
+    has_run_here: bool = True
 
 
 _AVX2_FLAGS = ("-mavx2", "-mfma")
 _AVX512_FLAGS = (*_AVX2_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 _AVX512_NEEDS = frozenset({"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl"})
 INSTRUCTION_SETS = (
-    InstructionSet("amx", (*_AVX512_FLAGS, "-mamx-tile", "-mamx-bf16"), _AVX512_NEEDS | {"amx_tile", "amx_bf16"}),
-    InstructionSet("avx512", _AVX512_FLAGS, _AVX512_NEEDS),
+    InstructionSet("amx", (*_AVX512_FLAGS, "-mamx-tile", "-mamx-bf16"), _AVX512_NEEDS | {"amx_tile", "amx_bf16"}, False),
+    InstructionSet("avx512", _AVX512_FLAGS, _AVX512_NEEDS, False),
     InstructionSet("avx2", _AVX2_FLAGS, frozenset({"avx2", "fma"})),
     InstructionSet("portable", (), frozenset()),
 )

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -200,7 +201,7 @@ def test_instruction_sets_of_other_cpus_compile(isa: InstructionSet, tmp_path: P
 def test_an_instruction_set_that_computes_wrongly_is_left_out(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    real = native._check_arithmetic
+    real = native.check_arithmetic
     best = native_ops(next(iter(HERE)))  # skips without a compiler
 
     def refuse_the_best(library: NativeLibrary) -> None:
@@ -208,7 +209,7 @@ def test_an_instruction_set_that_computes_wrongly_is_left_out(
             raise NativeUnavailable("wrong by 1")
         real(library)
 
-    monkeypatch.setattr(native, "_check_arithmetic", refuse_the_best)
+    monkeypatch.setattr(native, "check_arithmetic", refuse_the_best)
     ops = NativeOps(torch.float32)
     assert ops.describe() != best.describe()
     assert "wrong by 1" in caplog.text
@@ -224,3 +225,38 @@ def test_the_environment_names_the_instruction_set(monkeypatch: pytest.MonkeyPat
         monkeypatch.setenv(CHOICE_VARIABLE, MISSING[0])
         with pytest.raises(NativeUnavailable, match="this CPU lacks"):
             instruction_sets_here()
+
+
+def unproven(monkeypatch: pytest.MonkeyPatch) -> InstructionSet:
+    """The best instruction set of this CPU as one that we never ran."""
+    best = next(iter(HERE.values()))
+    native_ops(best)  # skips without a compiler
+    first = replace(best, has_run_here=False)
+    monkeypatch.setattr(native, "instruction_sets_here", lambda: [first, *list(HERE.values())[1:2]])
+    return first
+
+
+def test_an_instruction_set_that_we_never_ran_is_checked_apart_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    isa = unproven(monkeypatch)
+    mark = load_library(isa).path.with_name("checked")
+    mark.unlink(missing_ok=True)
+    try:
+        assert f", {isa.name}," in NativeOps(torch.float32).describe()
+        assert mark.exists()
+        monkeypatch.setattr(native.subprocess, "run", None)  # would fail
+        assert f", {isa.name}," in NativeOps(torch.float32).describe()
+    finally:
+        mark.unlink(missing_ok=True)
+
+
+def test_a_process_that_dies_of_an_instruction_set_costs_only_that_set(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    isa = unproven(monkeypatch)
+    load_library(isa).path.with_name("checked").unlink(missing_ok=True)
+    dying = tmp_path / "python"
+    dying.write_text("#!/bin/sh\nkill -ILL $$\n")
+    dying.chmod(0o755)
+    monkeypatch.setattr(native.sys, "executable", str(dying))
+    assert f", {isa.name}," not in NativeOps(torch.float32).describe()
+    assert "ended with code -4" in caplog.text
