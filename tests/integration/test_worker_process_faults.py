@@ -42,6 +42,7 @@ ABORT = pb.Command(abort=pb.Abort(attempt=pb.Attempt(request_id="r", epoch=1)))
 
 class StandInEngine:
     kernels = "none"
+    weights = "none"
     max_sequence_tokens = 64
     kv_cache = SimpleNamespace(num_blocks=8, block_bytes=64)
 
@@ -161,12 +162,20 @@ class Run:
         return await asyncio.wait_for(self.ended, STOP_S)
 
     async def after_abort(self) -> int:
-        """The exit code after a router's abort has reached the role."""
+        """The exit code after a router's abort has reached the role; what ended a process that never served is raised."""
+        commanded = asyncio.create_task(self._command())
+        await asyncio.wait((commanded, self.ended), timeout=STOP_S, return_when=asyncio.FIRST_COMPLETED)
+        try:
+            return await self.exit_code()
+        finally:
+            commanded.cancel()
+            await asyncio.wait((commanded,))
+
+    async def _command(self) -> None:
         async with router_of(self.port) as write:
             await write(ABORT)
-            async with asyncio.timeout(STOP_S):
-                await self.role.commanded.wait()
-            return await self.exit_code()
+            await self.role.commanded.wait()
+            await self.ended
 
 
 def break_in_command(_: FaultyRole) -> None:
