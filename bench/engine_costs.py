@@ -17,6 +17,7 @@ from functools import partial
 
 from common.ids import AttemptKey, RequestId
 from common.types import SamplingParams, StopConditions
+from engine.batch import StepResults
 from engine.block_allocator import BlockAllocator
 from engine.commands import Abort, Generate, Sampled, SequenceSpec
 from engine.prefix_index import PrefixIndex
@@ -92,7 +93,7 @@ class Engine:
     def step(self) -> int:
         batch = self.scheduler.schedule(0.0)
         assert batch is not None
-        events = self.scheduler.apply(batch, [5] * len(batch.sample_rows), 0.0)
+        events = self.scheduler.apply(batch, StepResults([5] * len(batch.sample_rows)), 0.0)
         return sum(isinstance(event, Sampled) for event in events)
 
 
@@ -112,7 +113,7 @@ def decode_step(num_running: int, num_tokens: int, rounds: int) -> list[Cost]:
         batch = scheduler.schedule(0.0)
         scheduled = time.thread_time_ns()
         assert batch is not None and len(batch.sample_rows) == num_running
-        sampled = [5] * num_running
+        sampled = StepResults([5] * num_running)
         before = time.thread_time_ns()
         scheduler.apply(batch, sampled, 0.0)
         applied = time.thread_time_ns()

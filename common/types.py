@@ -40,7 +40,11 @@ class SamplingParams:
 
     `temperature` 0 means greedy. `top_k` 0, `top_p` 1 and `min_p` 0 switch the filter off. `seed` is always set (the
     router draws one when the client gave none), so that a retried attempt samples the same tokens: the noise of a token
-    is a pure function of (seed, choice, token index). `choice` is the index of the completion among n.
+    is a pure function of (seed, choice, token index). `choice` is the index of the (first) completion among n.
+
+    Before that, in this order: `repetition_penalty` (1 = off) divides positive and multiplies negative logits of every token of
+    prompt and completion; `frequency_penalty` × count and `presence_penalty` are subtracted for tokens of the completion;
+    `logit_bias` (token id, added value) is added. All are functions of the known tokens, so no state travels.
     """
 
     temperature: float = 1.0
@@ -49,10 +53,30 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int = 0
     choice: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """How likely the model found one token: natural logarithms of its plain distribution, before temperature, penalties and filters.
+
+    `logprob` is that of the token itself; `top` are the most likely (token id, logprob), most likely first and the lower id first of
+    equals, as many as were asked for; the token itself need not be among them.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,26 @@ step, S sequences. Whether a sequence decodes one token or computes a prompt chu
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from common.types import SamplingParams
+from common.types import SamplingParams, TokenLogprobs
+from engine.constraint import ConstraintState
+
+
+@dataclass(frozen=True, slots=True)
+class RowExtras:
+    """What only some sequences need of sampling; made once per sequence, so that others pay nothing for it.
+
+    `token_ids` are all known tokens of the sequence (its own list: read it, keep nothing), the completion's from
+    `num_prompt_tokens` on. `num_logprobs`: alternatives to report, None for no logprobs.
+    """
+
+    token_ids: Sequence[int]
+    num_prompt_tokens: int
+    num_logprobs: int | None = None
+    constraint: ConstraintState | None = None
 
 
 class SampleRow(NamedTuple):
@@ -18,12 +34,32 @@ class SampleRow(NamedTuple):
 
     `token_index` is the index of the sampled completion token. `forbidden_token_ids` must not be sampled (stop tokens
     before `min_new_tokens`). One is made per token: a named tuple, because a frozen dataclass takes three times as long.
+    Where choices of one prompt part, several rows have the same `sequence_index`.
     """
 
     sequence_index: int
     token_index: int
     sampling: SamplingParams
     forbidden_token_ids: tuple[int, ...] = ()
+    extras: RowExtras | None = None
+
+
+class PromptRows(NamedTuple):
+    """Prompt tokens whose logprobs are wanted: the logits of row `first_row + i` of the T tokens rate `token_ids[i]`."""
+
+    sequence_index: int
+    first_row: int
+    token_ids: tuple[int, ...]
+    num_logprobs: int
+
+
+class StepResults(NamedTuple):
+    """What a step gives back: one token id per sample row; logprobs of those rows (None where not asked for; empty if no row did);
+    one tuple per entry of `prompt_rows`."""
+
+    token_ids: list[int]
+    logprobs: Sequence[TokenLogprobs | None] = ()
+    prompt_logprobs: Sequence[tuple[TokenLogprobs, ...]] = ()
 
 
 class TableUpdate(NamedTuple):
@@ -51,7 +87,8 @@ class StepBatch:
 
     token_ids [T], positions [T] (absolute, from 0), slot_mapping [T] (`block_id * block_size + offset`): int64.
     query_starts [S+1] (cumulative first rows), context_lens [S] (tokens whose KV exists after this step), table_rows [S]: int32.
-    sample_rows: at most S, increasing sequence_index. The last row of a sequence is the one sampled from.
+    sample_rows: in the order of sequence_index. The last row of a sequence is the one sampled from.
+    block_copies: (source, target) block ids, copied whole before anything of the step is written.
 
     These are machine arrays: a runner views them (`np.frombuffer`, `torch.frombuffer`) and converts nothing; a view keeps the array
     from growing, and the batch is complete when it is handed out.
@@ -70,6 +107,8 @@ class StepBatch:
     table_rows: array[int] = field(default_factory=_int32)
     table_updates: list[TableUpdate] = field(default_factory=list)
     sample_rows: list[SampleRow] = field(default_factory=list)
+    prompt_rows: list[PromptRows] = field(default_factory=list)
+    block_copies: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -81,6 +120,6 @@ class StepBatch:
 
 
 class ModelRunner(Protocol):
-    """Runs one step on the device: writes KV of all T tokens, returns one token id per sample row, in that order."""
+    """Runs one step on the device: copies blocks, writes KV of all T tokens, samples one token per sample row, in that order."""
 
-    def run(self, batch: StepBatch) -> list[int]: ...
+    def run(self, batch: StepBatch) -> StepResults: ...

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from engine.batch import StepBatch
+from engine.batch import StepBatch, StepResults
 from engine.block_tables import BlockTables
 from engine.kv_cache import KVCache
 from engine.model_spec import ModelError, ModelSpec
@@ -42,10 +42,10 @@ class TorchModelRunner:
         self._tables = BlockTables()
 
     @torch.inference_mode()
-    def run(self, batch: StepBatch) -> list[int]:
+    def run(self, batch: StepBatch) -> StepResults:
         """Writes the KV of all T tokens; one token id per sample row. An empty batch is an assertion: a scheduler bug."""
         logits = self.compute_logits(batch)
-        return self._sampler.sample(logits, batch.sample_rows)
+        return StepResults(self._sampler.sample(logits, batch.sample_rows))
 
     @torch.inference_mode()
     def compute_logits(self, batch: StepBatch) -> torch.Tensor:

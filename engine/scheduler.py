@@ -15,7 +15,7 @@ from common.errors import BatonError, InvalidRequest, Overloaded
 from common.ids import AttemptKey
 from common.types import BlockCensus, EngineCounts, FinishReason, WorkerLoad
 from engine import commands
-from engine.batch import StepBatch
+from engine.batch import StepBatch, StepResults
 from engine.block_allocator import BlockAllocator
 from engine.commands import ChunkComputed, Command, Event, Refused, Reserved, Sampled, SequenceEnded, SequenceSpec
 from engine.intake import check_size, check_spec
@@ -109,8 +109,8 @@ class Scheduler:
                 return self._take(spec, Kind.PREFILL)
             case commands.Reserve(spec):
                 return self._take(spec, Kind.RECEIVE)
-            case commands.Commit(key, first_token_id):
-                return self._commit(key, first_token_id)
+            case commands.Commit(key, first_token_ids):
+                return self._commit(key, first_token_ids[0])
             case commands.ReleaseHandoff(key):
                 self._release_handoff(key)
                 return []
@@ -260,9 +260,10 @@ class Scheduler:
         """Blocks that must stay available when a sequence is admitted: the watermark that keeps preemption from thrashing."""
         return self._blocks.growth_of(sequence) + self._blocks.num_kept_for_growth
 
-    def apply(self, batch: StepBatch, sampled: list[int], now: float) -> list[Event]:
+    def apply(self, batch: StepBatch, results: StepResults, now: float) -> list[Event]:
         """Takes in a step's results: one sampled token per sample row, in their order."""
         assert batch is self._batch, "apply got another batch than schedule returned last"
+        sampled = results.token_ids
         assert len(sampled) == len(batch.sample_rows), f"{len(sampled)} tokens for {len(batch.sample_rows)} sample rows"
         self._batch, self._scheduled, step = None, [], self._scheduled
         block_size, prefilling = self._settings.block_size, self._prefilling

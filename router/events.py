@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from common.errors import BatonError
-from common.types import HandoffTimeline, PrefillTimeline
+from common.types import HandoffTimeline, PrefillTimeline, TokenLogprobs
 
 
 class LegRole(Enum):
@@ -29,8 +29,29 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
+    """New tokens of one choice; `logprobs` has one entry per token when they were asked for."""
+
     first_index: int
     token_ids: tuple[int, ...]
+    choice: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRated:
+    """Logprobs of the prompt tokens at positions `first_position`, +1, ..."""
+
+    first_position: int
+    logprobs: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceEnded:
+    """One of several choices is over on its worker; Finished follows when all are."""
+
+    choice: int
+    reason: str
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,4 +79,4 @@ class Failed:
     error: BatonError
 
 
-LegEvent = Reserved | Tokens | Prefilled | HandedOver | Finished | Failed
+LegEvent = Reserved | Tokens | PromptRated | ChoiceEnded | Prefilled | HandedOver | Finished | Failed

@@ -6,7 +6,7 @@ The engine's own types stay out (common must not know the engine); the services 
 from __future__ import annotations
 
 from common.rpc import serving_pb2 as pb
-from common.types import BlockCensus, HandoffTimeline, PrefillTimeline, SamplingParams, StopConditions
+from common.types import BlockCensus, HandoffTimeline, PrefillTimeline, SamplingParams, StopConditions, TokenLogprobs
 
 
 def sampling_to_pb(sampling: SamplingParams) -> pb.Sampling:
@@ -17,6 +17,10 @@ def sampling_to_pb(sampling: SamplingParams) -> pb.Sampling:
         min_p=sampling.min_p,
         seed=sampling.seed & 0xFFFF_FFFF_FFFF_FFFF,
         choice=sampling.choice,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=[pb.LogitBias(token_id=token_id, bias=bias) for token_id, bias in sampling.logit_bias],
     )
 
 
@@ -28,7 +32,20 @@ def sampling_from_pb(message: pb.Sampling) -> SamplingParams:
         min_p=message.min_p,
         seed=message.seed,
         choice=message.choice,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else 1.0,
+        logit_bias=tuple((entry.token_id, entry.bias) for entry in message.logit_bias),
     )
+
+
+def logprobs_to_pb(logprobs: TokenLogprobs) -> pb.TokenLogprobs:
+    top = logprobs.top
+    return pb.TokenLogprobs(logprob=logprobs.logprob, top_ids=[i for i, _ in top], top_logprobs=[value for _, value in top])
+
+
+def logprobs_from_pb(message: pb.TokenLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(message.logprob, tuple(zip(message.top_ids, message.top_logprobs, strict=True)))
 
 
 def stop_to_pb(stop: StopConditions) -> pb.Stop:

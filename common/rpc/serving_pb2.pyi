@@ -15,20 +15,36 @@ class Attempt(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class Sampling(_message.Message):
-    __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "choice")
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "choice", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
     MIN_P_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     CHOICE_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_k: int
     top_p: float
     min_p: float
     seed: int
     choice: int
-    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., choice: _Optional[int] = ...) -> None: ...
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: _containers.RepeatedCompositeFieldContainer[LogitBias]
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., choice: _Optional[int] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Iterable[_Union[LogitBias, _Mapping]]] = ...) -> None: ...
+
+class LogitBias(_message.Message):
+    __slots__ = ("token_id", "bias")
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    BIAS_FIELD_NUMBER: _ClassVar[int]
+    token_id: int
+    bias: float
+    def __init__(self, token_id: _Optional[int] = ..., bias: _Optional[float] = ...) -> None: ...
 
 class Stop(_message.Message):
     __slots__ = ("max_new_tokens", "min_new_tokens", "stop_token_ids", "ignore_eos")
@@ -43,20 +59,30 @@ class Stop(_message.Message):
     def __init__(self, max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ...) -> None: ...
 
 class SequenceSpec(_message.Message):
-    __slots__ = ("token_ids", "num_prompt_tokens", "sampling", "stop", "cache_salt", "deadline_s")
+    __slots__ = ("token_ids", "num_prompt_tokens", "sampling", "stop", "cache_salt", "deadline_s", "num_choices", "grammar", "logprobs", "prompt_logprobs", "priority")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_CHOICES_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_prompt_tokens: int
     sampling: Sampling
     stop: Stop
     cache_salt: bytes
     deadline_s: float
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., deadline_s: _Optional[float] = ...) -> None: ...
+    num_choices: int
+    grammar: str
+    logprobs: int
+    prompt_logprobs: int
+    priority: int
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., deadline_s: _Optional[float] = ..., num_choices: _Optional[int] = ..., grammar: _Optional[str] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("router_id", "version")
@@ -101,12 +127,14 @@ class Generate(_message.Message):
     def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., sequence: _Optional[_Union[SequenceSpec, _Mapping]] = ...) -> None: ...
 
 class Abort(_message.Message):
-    __slots__ = ("attempt", "reason")
+    __slots__ = ("attempt", "reason", "choice")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
     attempt: Attempt
     reason: str
-    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
+    choice: int
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., reason: _Optional[str] = ..., choice: _Optional[int] = ...) -> None: ...
 
 class Command(_message.Message):
     __slots__ = ("hello", "prefill", "reserve", "generate", "abort")
@@ -179,12 +207,44 @@ class HandoffTimeline(_message.Message):
     def __init__(self, reserved_s: _Optional[float] = ..., opened_s: _Optional[float] = ..., first_frame_s: _Optional[float] = ..., last_announced_s: _Optional[float] = ..., last_frame_s: _Optional[float] = ..., committed_s: _Optional[float] = ..., first_decode_s: _Optional[float] = ..., num_frames: _Optional[int] = ..., num_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., transfer_s: _Optional[float] = ..., scatter_s: _Optional[float] = ..., transport: _Optional[str] = ...) -> None: ...
 
 class Tokens(_message.Message):
-    __slots__ = ("first_index", "token_ids")
+    __slots__ = ("first_index", "token_ids", "choice", "logprobs")
     FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     first_index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    choice: int
+    logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
+    def __init__(self, first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., choice: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
+
+class TokenLogprobs(_message.Message):
+    __slots__ = ("logprob", "top_ids", "top_logprobs")
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    TOP_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    logprob: float
+    top_ids: _containers.RepeatedScalarFieldContainer[int]
+    top_logprobs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, logprob: _Optional[float] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class PromptLogprobs(_message.Message):
+    __slots__ = ("first_position", "logprobs")
+    FIRST_POSITION_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    first_position: int
+    logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
+    def __init__(self, first_position: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
+
+class ChoiceEnded(_message.Message):
+    __slots__ = ("choice", "reason", "num_tokens")
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    choice: int
+    reason: str
+    num_tokens: int
+    def __init__(self, choice: _Optional[int] = ..., reason: _Optional[str] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class Finished(_message.Message):
     __slots__ = ("reason", "num_tokens", "prefill", "handoff")
@@ -209,7 +269,7 @@ class Failed(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., message: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
 
 class Event(_message.Message):
-    __slots__ = ("attempt", "reserved", "tokens", "finished", "failed", "prefilled", "handed_over")
+    __slots__ = ("attempt", "reserved", "tokens", "finished", "failed", "prefilled", "handed_over", "prompt_logprobs", "choice_ended")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     RESERVED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -217,6 +277,8 @@ class Event(_message.Message):
     FAILED_FIELD_NUMBER: _ClassVar[int]
     PREFILLED_FIELD_NUMBER: _ClassVar[int]
     HANDED_OVER_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_ENDED_FIELD_NUMBER: _ClassVar[int]
     attempt: Attempt
     reserved: Reserved
     tokens: Tokens
@@ -224,7 +286,9 @@ class Event(_message.Message):
     failed: Failed
     prefilled: PrefillTimeline
     handed_over: HandoffTimeline
-    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., prefilled: _Optional[_Union[PrefillTimeline, _Mapping]] = ..., handed_over: _Optional[_Union[HandoffTimeline, _Mapping]] = ...) -> None: ...
+    prompt_logprobs: PromptLogprobs
+    choice_ended: ChoiceEnded
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., prefilled: _Optional[_Union[PrefillTimeline, _Mapping]] = ..., handed_over: _Optional[_Union[HandoffTimeline, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ..., choice_ended: _Optional[_Union[ChoiceEnded, _Mapping]] = ...) -> None: ...
 
 class Events(_message.Message):
     __slots__ = ("events",)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from common.types import SamplingParams
-from engine.batch import SampleRow, StepBatch
+from engine.batch import SampleRow, StepBatch, StepResults
 from engine.commands import SequenceSpec
 from kvtransfer.copier import DIGEST_BYTES
 
@@ -80,7 +80,7 @@ class FakeRunner:
 
     # ---- ModelRunner ---------------------------------------------------------------------------------------------
 
-    def run(self, batch: StepBatch) -> list[int]:
+    def run(self, batch: StepBatch) -> StepResults:
         self._update_tables(batch)
         self._check_shape(batch)
         self.num_steps += 1
@@ -89,7 +89,7 @@ class FakeRunner:
                 position = batch.positions[index]
                 previous = self._read(batch, row, position - 1) if position else 0
                 self.slots[batch.slot_mapping[index]] = link(previous, batch.token_ids[index], position)
-        return [self._sample(batch, row) for row in batch.sample_rows]
+        return StepResults([self._sample(batch, row) for row in batch.sample_rows])
 
     def _sample(self, batch: StepBatch, row: SampleRow) -> int:
         context_len = batch.context_lens[row.sequence_index]

@@ -19,7 +19,7 @@ from common.metrics import WorkerMetrics
 from common.rpc import convert
 from common.rpc import serving_pb2 as pb
 from decode_service.worker import DecodeLimits, DecodeWorker
-from engine.batch import StepBatch
+from engine.batch import StepBatch, StepResults
 from engine.block_allocator import BlockAllocator
 from engine.commands import SequenceSpec, StepEvents
 from engine.engine_loop import EngineLoop
@@ -49,7 +49,7 @@ class PoisoningRunner(FakeRunner):
     gate: threading.Event
     held: threading.Event
 
-    def run(self, batch: StepBatch) -> list[int]:
+    def run(self, batch: StepBatch) -> StepResults:
         if not self.gate.is_set():
             self.held.set()
             assert self.gate.wait(10.0), "the test never opened the gate"

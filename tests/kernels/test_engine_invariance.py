@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from common.types import SamplingParams, StopConditions
-from engine.batch import StepBatch
+from engine.batch import StepBatch, StepResults
 from engine.block_allocator import BlockAllocator
 from engine.commands import Commit, Generate, Reserve, Reserved, Sampled, SequenceSpec
 from engine.model_runner import LoadedModel, load_engine_model
@@ -97,7 +97,7 @@ class Run:
             logits = self.loaded.runner.compute_logits(batch)
         self._keep(batch, logits)
         sampled = logits.argmax(dim=-1).tolist()
-        for event in self.scheduler.apply(batch, sampled, 0.0):
+        for event in self.scheduler.apply(batch, StepResults(sampled), 0.0):
             if isinstance(event, Sampled):
                 self.tokens.setdefault(event.key.request_id[1:], []).extend(event.token_ids)
         return True
@@ -208,7 +208,7 @@ def test_kv_that_was_handed_over_does_not_matter(alone: Run, loaded: LoadedModel
     for position in range(len(PROMPT)):
         block_id = reserved.block_ids[position // BLOCK_SIZE]
         loaded.kv_cache.tensor[block_id, :, :, :, position % BLOCK_SIZE] = alone.kv["a"][:, :, :, position]
-    run.scheduler.handle(Commit(key("a"), alone.tokens["a"][0]), 0.0)
+    run.scheduler.handle(Commit(key("a"), (alone.tokens["a"][0],)), 0.0)
     run.finish()
     assert run.tokens["a"] == alone.tokens["a"][1:]
     assert same_bits(run.kv["a"], alone.kv["a"])

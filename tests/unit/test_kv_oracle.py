@@ -27,13 +27,13 @@ def sample_again(runner: FakeRunner, table=(5, 2, 7)) -> int:
     """Computes the last prompt token once more and samples: reads all of the context through the table."""
     slot = table[2] * 4 + 1
     batch = make_batch([9], [9], [slot], [0, 1], [10], [table], [SampleRow(0, 0, SamplingParams())])
-    return runner.run(batch)[0]
+    return runner.run(batch).token_ids[0]
 
 
 @pytest.fixture
 def runner() -> FakeRunner:
     runner = FakeRunner(8, 4, 1 << 30)
-    assert runner.run(whole_prompt()) == [FIRST]
+    assert runner.run(whole_prompt()).token_ids == [FIRST]
     assert sample_again(runner) == FIRST
     return runner
 

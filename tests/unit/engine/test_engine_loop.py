@@ -11,7 +11,7 @@ import pytest
 from common.clock import SystemClock
 from common.errors import Overloaded, WorkerUnavailable
 from common.types import FinishReason
-from engine.batch import StepBatch
+from engine.batch import StepBatch, StepResults
 from engine.commands import Abort, Generate, Prefill, ReleaseHandoff, Reserve, Reserved, Sampled, SequenceEnded, StepEvents
 from engine.engine_loop import EngineLoop
 from tests.fakes.engine_driver import EngineDriver, key, make_spec
@@ -28,7 +28,7 @@ class Gate:
         self.has_begun = threading.Event()
         self.permits = threading.Semaphore(0)
 
-    def run(self, batch: StepBatch) -> list[int]:
+    def run(self, batch: StepBatch) -> StepResults:
         self.has_begun.set()
         assert self.permits.acquire(timeout=DEADLINE_S)
         return self.runner.run(batch)
@@ -174,7 +174,7 @@ def test_an_error_ends_the_thread_is_told_once_and_later_commands_are_refused(ha
         def __init__(self, driver: EngineDriver) -> None:
             pass
 
-        def run(self, batch: StepBatch) -> list[int]:
+        def run(self, batch: StepBatch) -> StepResults:
             raise RuntimeError("broken: runner")
 
     def broken_events(step: StepEvents) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.types import FinishReason
+from engine.batch import StepResults
 from engine.commands import Abort, Generate, Sampled
 from engine.prefix_index import PrefixIndex
 from engine.scheduler import Scheduler, SchedulerSettings
@@ -243,7 +244,7 @@ def test_commands_between_schedule_and_apply_are_a_bug() -> None:
     with pytest.raises(AssertionError, match="last batch"):
         driver.scheduler.schedule(0.0)
     with pytest.raises(AssertionError, match="1 sample rows"):
-        driver.scheduler.apply(batch, [], 0.0)
+        driver.scheduler.apply(batch, StepResults([]), 0.0)
 
 
 def test_load_counts_what_waits_and_runs() -> None:
