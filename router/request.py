@@ -29,6 +29,19 @@ class Endpoint(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class RequestContext:
+    """What the front door knows of a request beside its body.
+
+    `key_id` names the API key in logs, limits and fairness (never the key itself; "" without access control). `cache_salt` separates
+    tenants in the prefix cache. `deadline_s`: seconds from arrival that the client allows, 0 for the operator's limit alone.
+    """
+
+    key_id: str = ""
+    cache_salt: bytes = b""
+    deadline_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class ValidRequest:
     """Everything the orchestrator needs, checked against the model and the fleet's limits.
 
