@@ -33,7 +33,7 @@ from common.types import FinishReason, HandoffTimeline, PrefillTimeline
 from engine import commands
 from engine.commands import Command, Event, SequenceSpec, StepEvents
 from engine.serving.sequence_input import parse_attempt, parse_reserve, parse_sequence
-from engine.serving.session import RouterSession, attempt_key, attempt_message, failed_message
+from engine.serving.session import RouterSession, attempt_key, attempt_message, failed_message, tokens_message
 from kvtransfer.endpoint import KVEndpoint
 from kvtransfer.receiver import KVReceiver
 
@@ -308,9 +308,7 @@ class DecodeWorker:
         if attempt.first_token_s == 0.0:
             attempt.first_token_s = now
         message = attempt_message(attempt.key)
-        attempt.session.post(
-            pb.Event(attempt=message, tokens=pb.Tokens(first_index=event.first_index, token_ids=event.token_ids))
-        )
+        attempt.session.post(pb.Event(attempt=message, tokens=tokens_message(event)))
         if attempt.handoff is not None and attempt.handoff.first_decode_s == 0.0:
             attempt.handoff = replace(attempt.handoff, first_decode_s=now)
             self.metrics.handoff_received(attempt.handoff)

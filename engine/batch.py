@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 
 from common.types import SamplingParams, TokenLogprobs
 from engine.constraint import ConstraintState
+from engine.token_counts import TokenCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +21,14 @@ class RowExtras:
     """What only some sequences need of sampling; made once per sequence, so that others pay nothing for it.
 
     `token_ids` are all known tokens of the sequence (its own list: read it, keep nothing), the completion's from
-    `num_prompt_tokens` on. `num_logprobs`: alternatives to report, None for no logprobs.
+    `num_prompt_tokens` on. `num_logprobs`: alternatives to report, None for no logprobs. `counts` only where penalties want them.
     """
 
     token_ids: Sequence[int]
     num_prompt_tokens: int
     num_logprobs: int | None = None
     constraint: ConstraintState | None = None
+    counts: TokenCounts | None = None
 
 
 class SampleRow(NamedTuple):

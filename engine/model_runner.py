@@ -45,7 +45,8 @@ class TorchModelRunner:
     def run(self, batch: StepBatch) -> StepResults:
         """Writes the KV of all T tokens; one token id per sample row. An empty batch is an assertion: a scheduler bug."""
         logits = self.compute_logits(batch)
-        return StepResults(self._sampler.sample(logits, batch.sample_rows))
+        token_ids = self._sampler.sample(logits, batch.sample_rows)
+        return StepResults(token_ids, self._sampler.rate(logits, batch.sample_rows, token_ids))
 
     @torch.inference_mode()
     def compute_logits(self, batch: StepBatch) -> torch.Tensor:

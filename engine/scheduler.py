@@ -267,7 +267,7 @@ class Scheduler:
         assert len(sampled) == len(batch.sample_rows), f"{len(sampled)} tokens for {len(batch.sample_rows)} sample rows"
         self._batch, self._scheduled, step = None, [], self._scheduled
         block_size, prefilling = self._settings.block_size, self._prefilling
-        tokens = iter(sampled)
+        tokens, rated = iter(sampled), iter(results.logprobs)
         events: list[Event] = []
         for sequence, num_tokens in zip(step, self._num_scheduled, strict=True):
             num_computed = sequence.num_computed + num_tokens
@@ -280,9 +280,9 @@ class Scheduler:
             if sequence.kind is Kind.PREFILL:
                 events.append(self._chunk_computed(sequence))
             if num_computed == len(sequence.token_ids):
-                token_id, token_index = next(tokens), sequence.next_token_index
+                token_id, token_index, logprobs = next(tokens), sequence.next_token_index, next(rated, None)
                 reason = self._append(sequence, token_id)
-                events.append(Sampled(sequence.key, token_index, (token_id,)))
+                events.append(Sampled(sequence.key, token_index, (token_id,), logprobs=() if logprobs is None else (logprobs,)))
                 if reason is not None:
                     events.append(self._end(sequence, reason))
         return events

@@ -12,7 +12,9 @@ from enum import Enum
 
 from common.ids import AttemptKey
 from common.types import FinishReason, StopConditions
+from engine.batch import RowExtras
 from engine.commands import SequenceSpec
+from engine.token_counts import TokenCounts
 
 
 class Kind(Enum):
@@ -76,11 +78,13 @@ class Sequence:
     owner: str = field(init=False)
     table_row: int = -1
     num_tabled_blocks: int = 0
+    extras: RowExtras | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.spec.token_ids)
         self.owner = sequence_owner(self.spec.key)
         self.has_handoff = self.kind is Kind.PREFILL
+        self.extras = row_extras(self.spec, self.token_ids)
 
     @property
     def key(self) -> AttemptKey:
@@ -106,6 +110,15 @@ class Sequence:
     def is_preemptible(self) -> bool:
         """Whether a running sequence may lose its blocks. Of a prefill-only one a peer may be reading them: freeing wins nothing."""
         return self.kind is not Kind.PREFILL
+
+
+def row_extras(spec: SequenceSpec, token_ids: list[int]) -> RowExtras | None:
+    """What sampling needs of this sequence beside its parameters; None for most. `token_ids` is its own list of known tokens."""
+    sampling = spec.sampling
+    if not sampling.has_penalties and not sampling.logit_bias and spec.num_logprobs is None:
+        return None
+    counts = TokenCounts(token_ids, spec.num_prompt_tokens) if sampling.has_penalties else None
+    return RowExtras(token_ids, spec.num_prompt_tokens, spec.num_logprobs, counts=counts)
 
 
 def arrival_of(sequence: Sequence) -> int:

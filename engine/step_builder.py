@@ -54,7 +54,7 @@ class StepBuilder:
             spec = sequence.spec
             token_index, stop = end - spec.num_prompt_tokens, spec.stop
             forbidden = stop.stop_token_ids if token_index < stop.min_new_tokens else ()
-            batch.sample_rows.append(SampleRow(len(self.scheduled), token_index, spec.sampling, forbidden))
+            batch.sample_rows.append(SampleRow(len(self.scheduled), token_index, spec.sampling, forbidden, sequence.extras))
         self.scheduled.append(sequence)
         self.num_scheduled.append(num_tokens)
 

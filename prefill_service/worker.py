@@ -31,7 +31,7 @@ from common.types import FinishReason, PrefillTimeline
 from engine import commands
 from engine.commands import Command, Event, SequenceSpec, StepEvents
 from engine.serving.sequence_input import is_nameable, parse_attempt, parse_handoff_id, parse_sequence
-from engine.serving.session import RouterSession, attempt_key, attempt_message, failed_message
+from engine.serving.session import RouterSession, attempt_key, attempt_message, failed_message, tokens_message
 from kvtransfer.endpoint import KVEndpoint
 from kvtransfer.sender import HandoffOutcome, KVSender
 
@@ -209,8 +209,7 @@ class PrefillWorker:
             case commands.Sampled():
                 attempt.first_token_s = now
                 attempt.first_token_id = event.token_ids[0]
-                tokens = pb.Tokens(first_index=event.first_index, token_ids=event.token_ids)
-                attempt.session.post(pb.Event(attempt=attempt_message(attempt.key), tokens=tokens))
+                attempt.session.post(pb.Event(attempt=attempt_message(attempt.key), tokens=tokens_message(event)))
             case commands.SequenceEnded():
                 self._on_ended(attempt, event)
             case commands.Refused():

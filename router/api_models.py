@@ -13,6 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
 
+LOGPROBS_MAX = 20
+LOGIT_BIAS_MAX = 1024
 TokenIdField = Annotated[int, Field(ge=0, lt=2**32)]
 
 
@@ -40,6 +42,10 @@ class GenerationRequest(BaseModel):
     stop_token_ids: Annotated[list[TokenIdField], Field(max_length=64)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2.0, le=2.0)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0.0, le=10.0)] | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]], Field(max_length=LOGIT_BIAS_MAX)] | None = None
     n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -51,6 +57,7 @@ class CompletionRequest(GenerationRequest):
     """`prompt` is checked by hand in `validation`: a union of list types would try each member on every token id."""
 
     prompt: Any
+    logprobs: Annotated[int, Field(ge=0, le=LOGPROBS_MAX)] | None = None
 
 
 class TextPart(BaseModel):
@@ -76,6 +83,8 @@ class ChatMessage(BaseModel):
 class ChatCompletionRequest(GenerationRequest):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=LOGPROBS_MAX)] | None = None
 
 
 class TokenizeRequest(BaseModel):
@@ -98,13 +107,7 @@ class DetokenizeRequest(BaseModel):
 
 
 UNSUPPORTED_PARAMETERS: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0, 0.0),
-    "presence_penalty": (0, 0.0),
-    "repetition_penalty": (1, 1.0),
     "length_penalty": (1, 1.0),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "prompt_logprobs": (),
     "best_of": (1,),
     "suffix": (),

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from common.errors import BatonError
 from router.admission import Permit
 from router.completion import Completion
+from router.logprobs import Ratings
 from router.merge import TokenMerge
 from router.output import OutputBuffer
 from router.request import ValidRequest
@@ -41,6 +42,7 @@ class Call:
         completion: Completion,
         output: OutputBuffer,
         created_wall_s: float,
+        ratings: Ratings | None,
     ) -> None:
         self.request = request
         self.timeline = timeline
@@ -48,6 +50,7 @@ class Call:
         self.permit = permit
         self.completion = completion
         self.created_wall_s = created_wall_s
+        self.ratings = ratings  # None: nobody asked for logprobs
         self.merge = TokenMerge()
         self.retries = RetryState()
         self.epoch = 0

@@ -15,10 +15,13 @@ from router.detokenize import Detokenizer, StopMatcher
 class Completion:
     """`finish_reason` is set by the token or stop string that ends the completion; later tokens are ignored.
 
-    `num_tokens` counts the tokens that belong to the completion, a final stop token included.
+    `num_tokens` counts the tokens that belong to the completion, a final stop token included. `offsets` says for each of them how
+    many characters came before it, stop strings not cut off; kept only if asked for.
     """
 
-    def __init__(self, stop: StopConditions, stop_strings: Sequence[str], detokenizer: Detokenizer) -> None:
+    def __init__(
+        self, stop: StopConditions, stop_strings: Sequence[str], detokenizer: Detokenizer, *, keeps_offsets: bool = False
+    ) -> None:
         self._stop = stop
         self._stop_token_ids = frozenset(stop.stop_token_ids)
         self._detokenizer = detokenizer
@@ -26,6 +29,9 @@ class Completion:
         self.num_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.matched_stop_string = False
+        self.offsets: list[int] = []
+        self._keeps_offsets = keeps_offsets
+        self._num_chars = 0
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Adds tokens in index order and returns the text that may go to the client now."""
@@ -45,9 +51,12 @@ class Completion:
 
     def _push_one(self, token_id: int) -> str:
         self.num_tokens += 1
+        if self._keeps_offsets:
+            self.offsets.append(self._num_chars)
         if token_id in self._stop_token_ids and self.num_tokens > self._stop.min_new_tokens:
             return self.finish(FinishReason.STOP)
         piece = self._detokenizer.push(token_id)
+        self._num_chars += len(piece)
         if self.num_tokens <= self._stop.min_new_tokens:
             text = self._matcher.release(piece)  # not armed yet: this text can be no part of a match
         else:

@@ -34,6 +34,7 @@ from router.completion import Completion
 from router.events import Finished, HandedOver, LegEvent, LegRole, Prefilled, Tokens
 from router.fleet import Fleet
 from router.journal import Journal
+from router.logprobs import RatedToken, Ratings
 from router.metrics import RouterMetrics
 from router.output import Ended, Errored, OutputBuffer, Usage
 from router.placement import Demand, Placement, PlacementPolicy, place
@@ -88,9 +89,11 @@ class Orchestrator:
 
     def start(self, request: ValidRequest, timeline: RequestTimeline, permit: Permit) -> Call:
         """Begins to serve; the permit belongs to the call from here on."""
-        completion = Completion(request.stop, request.stop_strings, self._tokenizer.detokenizer())
+        is_rated = request.num_logprobs is not None
+        completion = Completion(request.stop, request.stop_strings, self._tokenizer.detokenizer(), keeps_offsets=is_rated)
         output = OutputBuffer(self._settings.output_chars_max)
-        call = Call(request, timeline, permit, completion, output, self._clock.wall())
+        ratings = Ratings(self._tokenizer) if is_rated else None
+        call = Call(request, timeline, permit, completion, output, self._clock.wall(), ratings)
         self._calls.add(call)
         self.idle.clear()
         self._metrics.requests_running.inc()
@@ -257,7 +260,9 @@ class Orchestrator:
         request = call.request
         left_s = call.timeline.received_s + self._settings.request_timeout_s - self._clock.monotonic()
         token_ids = [*request.prompt_token_ids, *call.merge.tokens]
-        return wire.sequence_spec(token_ids, request.num_prompt_tokens, request.sampling, request.stop, max(left_s, 0.001))
+        return wire.sequence_spec(
+            token_ids, request.num_prompt_tokens, request.sampling, request.stop, max(left_s, 0.001), request.num_logprobs
+        )
 
     async def _follow(self, call: Call, attempt: Attempt, slot: RetrySlot) -> None:
         """Takes events until the completion is finished. Raises AttemptFailed."""
@@ -297,18 +302,27 @@ class Orchestrator:
 
     def _take_tokens(self, call: Call, event: Tokens) -> None:
         is_first = not call.has_emitted
+        if call.ratings is not None:
+            call.ratings.note(event.first_index, event.logprobs)
         tokens = call.merge.offer(event.first_index, event.token_ids)
         if not tokens:
             return
         if is_first:
             call.timeline.first_token_s = self._clock.monotonic()
             self._write_journal(call, "streaming")
-        text = call.completion.push(tokens)
-        if text or is_first:
-            self._emit(call, text)
+        completion, num_before = call.completion, call.completion.num_tokens
+        text = completion.push(tokens)
+        rated: tuple[RatedToken, ...] = ()
+        if (
+            call.ratings is not None
+        ):  # each token's logprobs leave with the event that brought it, also while its text is held back
+            num_new = completion.num_tokens - num_before
+            rated = call.ratings.take(tokens[:num_new], completion.offsets[num_before:])
+        if text or rated or is_first:
+            self._emit(call, text, rated)
 
-    def _emit(self, call: Call, text: str) -> None:
-        if not call.output.put(text):
+    def _emit(self, call: Call, text: str, rated: tuple[RatedToken, ...] = ()) -> None:
+        if not call.output.put(text, rated):
             self._metrics.slow_clients.inc()
             raise ClientCancelled(f"the client left more than {self._settings.output_chars_max} characters untaken")
 

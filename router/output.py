@@ -7,11 +7,16 @@ objects. When more than `chars_max` wait, `put` refuses and only that request is
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from common.errors import BatonError
 from common.types import FinishReason
+from router.logprobs import RatedToken
+
+CHARS_OF_LOGPROB = 64
+"""What one token or alternative with its logprob counts for in the buffer, about what it takes in the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +28,10 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """New text; may be empty for the first token, whose arrival alone starts the answer."""
+    """New text; may be empty for the first token, whose arrival alone starts the answer. `rated`: logprobs, where asked for."""
 
     text: str
+    rated: tuple[RatedToken, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +55,21 @@ class OutputBuffer:
     def __init__(self, chars_max: int) -> None:
         self._chars_max = chars_max
         self._pieces: list[str] = []
+        self._rated: list[RatedToken] = []
         self._num_chars = 0
         self._end: Ended | Errored | None = None
         self._wake = asyncio.Event()
         self.overflowed = asyncio.Event()
 
-    def put(self, text: str) -> bool:
+    def put(self, text: str, rated: Sequence[RatedToken] = ()) -> bool:
         """False, and nothing kept, when the client is too far behind."""
-        if self._num_chars + len(text) > self._chars_max and self._pieces:
+        num_chars = len(text) + CHARS_OF_LOGPROB * sum(1 + len(token.top) for token in rated)
+        if self._num_chars + num_chars > self._chars_max and self._pieces:
             self.overflowed.set()
             return False
         self._pieces.append(text)
-        self._num_chars += len(text)
+        self._rated.extend(rated)
+        self._num_chars += num_chars
         self._wake.set()
         return True
 
@@ -76,8 +85,10 @@ class OutputBuffer:
             await self._wake.wait()
         if self._pieces:
             text = "".join(self._pieces)
+            rated = tuple(self._rated)
             self._pieces.clear()
+            self._rated.clear()
             self._num_chars = 0
-            return TextDelta(text)
+            return TextDelta(text, rated)
         assert self._end is not None
         return self._end

@@ -56,6 +56,7 @@ class ValidRequest:
     sampling: SamplingParams
     stop: StopConditions
     stop_strings: tuple[str, ...]
+    num_logprobs: int | None  # alternatives with each token, None for no logprobs
     stream: bool
     include_usage: bool
     wants_timeline: bool

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from common.errors import BatonError
+from router.logprobs import RatedToken, chat_logprobs, completion_logprobs
 from router.output import Ended, Usage
 from router.request import Endpoint, ValidRequest
 
@@ -26,8 +28,8 @@ def usage_object(usage: Usage) -> dict[str, Any]:
     }
 
 
-def full_response(request: ValidRequest, created: int, text: str, ended: Ended) -> dict[str, Any]:
-    choice: dict[str, Any] = {"index": 0, "finish_reason": ended.finish_reason.value, "logprobs": None}
+def full_response(request: ValidRequest, created: int, text: str, rated: Sequence[RatedToken], ended: Ended) -> dict[str, Any]:
+    choice: dict[str, Any] = {"index": 0, "finish_reason": ended.finish_reason.value, "logprobs": _logprobs(request, rated)}
     if request.endpoint is Endpoint.CHAT:
         choice["message"] = {"role": "assistant", "content": text, "refusal": None}
     else:
@@ -63,10 +65,11 @@ class ChunkWriter:
         """The first event: for chat the role, for completions nothing."""
         return self._chunk({"role": "assistant", "content": ""}, None) if self._is_chat else b""
 
-    def text(self, text: str) -> bytes:
-        if not text:
+    def text(self, text: str, rated: Sequence[RatedToken] = ()) -> bytes:
+        if not text and not rated:
             return b""
-        return self._chunk({"content": text}, None) if self._is_chat else self._chunk(text, None)
+        logprobs = _logprobs(self._request, rated) if rated else None
+        return self._chunk({"content": text} if self._is_chat else text, None, logprobs=logprobs)
 
     def end(self, ended: Ended) -> bytes:
         """The chunk with the finish reason, the usage chunk when asked for, and the end marker."""
@@ -80,14 +83,26 @@ class ChunkWriter:
         """The one error event after which the stream ends."""
         return sse_event(error_object(error, self._request.request_id), ascii_only=True) + SSE_DONE
 
-    def _chunk(self, content: dict[str, str] | str, finish_reason: str | None, extra: dict[str, Any] | None = None) -> bytes:
+    def _chunk(
+        self,
+        content: dict[str, str] | str,
+        finish_reason: str | None,
+        extra: dict[str, Any] | None = None,
+        logprobs: dict[str, Any] | None = None,
+    ) -> bytes:
         choice: dict[str, Any] = {
             "index": 0,
             "delta" if self._is_chat else "text": content,
             "finish_reason": finish_reason,
-            "logprobs": None,
+            "logprobs": logprobs,
         }
         return sse_event({**self._head, "choices": [choice], **self._tail, **(extra or {})})
+
+
+def _logprobs(request: ValidRequest, rated: Sequence[RatedToken]) -> dict[str, Any] | None:
+    if request.num_logprobs is None:
+        return None
+    return chat_logprobs(rated) if request.endpoint is Endpoint.CHAT else completion_logprobs(rated)
 
 
 def sse_event(value: dict[str, Any], *, ascii_only: bool = False) -> bytes:

@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from common.clock import Clock
 from common.errors import BatonError, ClientCancelled
 from router.call import Call
+from router.logprobs import RatedToken
 from router.output import Ended, Errored, TextDelta
 from router.responses import ChunkWriter, error_headers, error_object, full_response
 
@@ -53,12 +54,14 @@ class GenerationResponse(Response):
 
     async def _write_full(self, send: Send) -> None:
         pieces: list[str] = []
+        rated: list[RatedToken] = []
         while True:
             item = await self._call.output.get()
             if isinstance(item, TextDelta):
                 pieces.append(item.text)
+                rated += item.rated
             elif isinstance(item, Ended):
-                body = full_response(self._call.request, self._created, "".join(pieces), item)
+                body = full_response(self._call.request, self._created, "".join(pieces), rated, item)
                 return await send_json(send, 200, body)
             else:
                 return await send_error(send, item.error, self._call.request.request_id)
@@ -73,7 +76,7 @@ class GenerationResponse(Response):
         await send({"type": "http.response.start", "status": 200, "headers": _raw(headers)})
         head = chunks.start()
         while isinstance(item, TextDelta):
-            body = head + chunks.text(item.text)
+            body = head + chunks.text(item.text, item.rated)
             head = b""
             if body:
                 await send({"type": "http.response.body", "body": body, "more_body": True})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +21,10 @@ from router.detokenize import ByteLevelDetokenizer, Detokenizer, WindowDetokeniz
 
 INLINE_CHARS_MAX = 2048
 """Texts up to here are encoded on the event loop (well under a millisecond); longer ones on the pool."""
+
+
+_BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+"""How vocabularies made by SentencePiece write a single byte."""
 
 
 class ModelFilesError(Exception):
@@ -74,6 +79,24 @@ class ModelTokenizer:
         if self._is_byte_level:
             return ByteLevelDetokenizer(self._token_bytes)
         return WindowDetokenizer(self.decode, self._special_ids)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token stands for by itself, special tokens for their own name; empty for an id beyond the vocabulary."""
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None or token_id in self._special_ids:
+            return (token or "").encode("utf-8")
+        if self._is_byte_level:
+            return self._token_bytes(token_id)
+        fallback = _BYTE_FALLBACK.fullmatch(token)
+        return bytes([int(fallback[1], 16)]) if fallback else token.replace("\u2581", " ").encode("utf-8")
+
+    def token_text(self, token_id: int) -> str:
+        """The same as text; bytes that are no UTF-8 by themselves as `bytes:` with their escapes."""
+        data = self.token_bytes(token_id)
+        try:
+            return data.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def _token_bytes(self, token_id: int) -> bytes:
         """The bytes a token stands for in a byte-level vocabulary; special tokens and ids beyond the vocabulary have none."""

@@ -96,7 +96,9 @@ class Validator:
         max_tokens = body.max_tokens if has_max_tokens else COMPLETION_MAX_TOKENS_DEFAULT
         if not has_max_tokens and token_ids:  # a default must not refuse a prompt that fits
             max_tokens = max(1, min(COMPLETION_MAX_TOKENS_DEFAULT, limit_tokens - len(token_ids)))
-        return self._build(body, Endpoint.COMPLETION, request_id, token_ids, "prompt", max_tokens, "max_tokens", limit_tokens)
+        return self._build(
+            body, Endpoint.COMPLETION, request_id, token_ids, "prompt", max_tokens, "max_tokens", limit_tokens, body.logprobs
+        )
 
     async def chat(self, body: ChatCompletionRequest, request_id: RequestId, limit_tokens: int) -> ValidRequest:
         self._check_common(body)
@@ -110,8 +112,13 @@ class Validator:
             )
         max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        if body.top_logprobs and not body.logprobs:
+            raise InvalidRequest(
+                "'top_logprobs' is only allowed with 'logprobs': true", param="top_logprobs", code="invalid_value"
+            )
+        num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         token_ids = await self.chat_prompt(body.messages)
-        return self._build(body, Endpoint.CHAT, request_id, token_ids, "messages", max_tokens, param, limit_tokens)
+        return self._build(body, Endpoint.CHAT, request_id, token_ids, "messages", max_tokens, param, limit_tokens, num_logprobs)
 
     async def chat_prompt(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True) -> list[int]:
         """Token ids of a conversation through the model's chat template. The template writes the BOS itself."""
@@ -177,6 +184,18 @@ class Validator:
                 code="invalid_value",
             )
 
+    def _logit_bias(self, body: GenerationRequest) -> tuple[tuple[int, float], ...]:
+        """Ascending token ids and what is added to their logits. JSON has no integer keys: they come as decimal text."""
+        bias = []
+        for key, value in (body.logit_bias or {}).items():
+            if not (key.isascii() and key.isdecimal() and len(key) <= 10 and str(int(key)) == key):
+                raise InvalidRequest(
+                    f"'logit_bias': keys must be token ids, not {key[:64]!r}", param="logit_bias", code="invalid_value"
+                )
+            self._check_token_id(int(key), "logit_bias")
+            bias.append((int(key), value))
+        return tuple(sorted(bias))
+
     def _build(
         self,
         body: GenerationRequest,
@@ -187,6 +206,7 @@ class Validator:
         max_tokens: int | None,
         max_tokens_param: str,
         limit_tokens: int,
+        num_logprobs: int | None,
     ) -> ValidRequest:
         if not token_ids:
             raise InvalidRequest(f"'{prompt_param}' is empty: it has no tokens", param=prompt_param, code="empty_prompt")
@@ -212,7 +232,7 @@ class Validator:
             endpoint=endpoint,
             model=self._model_name,
             prompt_token_ids=tuple(token_ids),
-            sampling=_sampling(body),
+            sampling=_sampling(body, self._logit_bias(body)),
             stop=StopConditions(
                 max_new_tokens=max_new_tokens,
                 min_new_tokens=min(body.min_tokens or 0, max_new_tokens),
@@ -220,6 +240,7 @@ class Validator:
                 ignore_eos=ignore_eos,
             ),
             stop_strings=_stop_strings(body.stop),
+            num_logprobs=num_logprobs,
             stream=bool(body.stream),
             include_usage=bool(body.stream_options is not None and body.stream_options.include_usage),
             wants_timeline=bool(body.timeline),
@@ -237,7 +258,7 @@ def encodable(text: str, param: str) -> str:
     return text
 
 
-def _sampling(body: GenerationRequest) -> SamplingParams:
+def _sampling(body: GenerationRequest, logit_bias: tuple[tuple[int, float], ...]) -> SamplingParams:
     """OpenAI's defaults; a seed is drawn here when the client gave none, so that every attempt samples the same tokens."""
     return SamplingParams(
         temperature=1.0 if body.temperature is None else body.temperature,
@@ -245,6 +266,10 @@ def _sampling(body: GenerationRequest) -> SamplingParams:
         top_p=1.0 if body.top_p is None else body.top_p,
         min_p=body.min_p or 0.0,
         seed=secrets.randbits(64) if body.seed is None else body.seed % 2**64,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        logit_bias=logit_bias,
     )
 
 

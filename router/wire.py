@@ -15,7 +15,12 @@ from router.events import ChoiceEnded, Failed, Finished, HandedOver, LegEvent, P
 
 
 def sequence_spec(
-    token_ids: list[int], num_prompt_tokens: int, sampling: SamplingParams, stop: StopConditions, deadline_s: float
+    token_ids: list[int],
+    num_prompt_tokens: int,
+    sampling: SamplingParams,
+    stop: StopConditions,
+    deadline_s: float,
+    num_logprobs: int | None,
 ) -> pb.SequenceSpec:
     return pb.SequenceSpec(
         token_ids=token_ids,
@@ -23,6 +28,7 @@ def sequence_spec(
         sampling=convert.sampling_to_pb(sampling),
         stop=convert.stop_to_pb(stop),
         deadline_s=deadline_s,
+        logprobs=num_logprobs,
     )
 
 

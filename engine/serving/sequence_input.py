@@ -18,6 +18,8 @@ ADDRESS_LENGTH_MAX = 261
 """A DNS name of 255 characters, a colon and a port."""
 STOP_TOKENS_MAX = 128
 SALT_BYTES_MAX = 64
+LOGPROBS_MAX = 20
+LOGIT_BIAS_MAX = 1024
 
 
 def parse_attempt(attempt: pb.Attempt) -> None:
@@ -79,6 +81,7 @@ def parse_sequence(attempt: pb.Attempt, message: pb.SequenceSpec, *, vocab_size:
         raise InvalidRequest(f"{len(message.stop.stop_token_ids)} stop tokens, at most {STOP_TOKENS_MAX}", param="stop_token_ids")
     if len(message.cache_salt) > SALT_BYTES_MAX:
         raise InvalidRequest(f"cache_salt has {len(message.cache_salt)} bytes, at most {SALT_BYTES_MAX}", param="cache_salt")
+    _check_options(message, vocab_size)
     num_emitted = num_tokens - message.num_prompt_tokens
     if message.stop.max_new_tokens <= num_emitted:
         raise InvalidRequest(
@@ -92,4 +95,22 @@ def parse_sequence(attempt: pb.Attempt, message: pb.SequenceSpec, *, vocab_size:
         sampling=convert.sampling_from_pb(message.sampling),
         stop=convert.stop_from_pb(message.stop),
         cache_salt=message.cache_salt,
+        num_logprobs=message.logprobs if message.HasField("logprobs") else None,
     )
+
+
+def _check_options(message: pb.SequenceSpec, vocab_size: int) -> None:
+    """What changes logits or asks for more than tokens; what this worker does not compute is refused, never ignored."""
+    bias = message.sampling.logit_bias
+    if len(bias) > LOGIT_BIAS_MAX:
+        raise InvalidRequest(f"logit_bias has {len(bias)} entries, at most {LOGIT_BIAS_MAX}", param="logit_bias")
+    if bias and (largest := max(entry.token_id for entry in bias)) >= vocab_size:
+        raise InvalidRequest(f"logit_bias: token id {largest} is outside the vocabulary of {vocab_size}", param="logit_bias")
+    if message.logprobs > LOGPROBS_MAX:
+        raise InvalidRequest(f"logprobs is {message.logprobs}, at most {LOGPROBS_MAX}", param="logprobs")
+    if message.num_choices > 1:
+        raise InvalidRequest(f"num_choices is {message.num_choices}, this worker computes one", param="n")
+    if message.grammar:
+        raise InvalidRequest("this worker knows no grammars", param="response_format")
+    if message.HasField("prompt_logprobs"):
+        raise InvalidRequest("this worker gives no logprobs of prompts", param="prompt_logprobs")

@@ -16,8 +16,10 @@ import grpc
 from common import log
 from common.errors import BatonError
 from common.ids import ID_LENGTH_MAX, AttemptKey, RequestId
+from common.rpc import convert
 from common.rpc import serving_pb2 as pb
 from common.rpc import serving_pb2_grpc as pb_grpc
+from engine.commands import Sampled
 
 LOG = log.get_logger("worker.session")
 
@@ -141,6 +143,15 @@ def attempt_key(attempt: pb.Attempt) -> AttemptKey:
 
 def attempt_message(key: AttemptKey) -> pb.Attempt:
     return pb.Attempt(request_id=key.request_id, epoch=key.epoch)
+
+
+def tokens_message(event: Sampled) -> pb.Tokens:
+    return pb.Tokens(
+        first_index=event.first_index,
+        token_ids=event.token_ids,
+        choice=event.choice,
+        logprobs=[convert.logprobs_to_pb(logprobs) for logprobs in event.logprobs],
+    )
 
 
 def failed_message(error: BatonError) -> pb.Failed:

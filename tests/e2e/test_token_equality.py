@@ -140,6 +140,49 @@ def test_seeded_sampling_is_equal_aggregated_and_disaggregated(
     assert sampled_unlike_greedy >= len(prompts) // 2, "sampling that always equals greedy would make this test empty"
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_logprobs_are_equal_on_both_ways_and_those_of_transformers(
+    model: Path, prompts: list[list[int]], reference: list[list[int]], aggregated: Fleet, disaggregated: Fleet
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    causal_lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    for prompt, greedy in list(zip(prompts, reference, strict=True))[::4]:
+        alone = complete(aggregated, prompt, temperature=0, logprobs=5)["choices"][0]["logprobs"]  # type: ignore[index]
+        answer = complete(disaggregated, prompt, temperature=0, logprobs=5)
+        assert_went_through_prefill(answer)
+        assert answer["choices"][0]["logprobs"] == alone, f"{len(prompt)} tokens"  # type: ignore[index]
+        with torch.inference_mode():
+            logits = causal_lm(torch.tensor([prompt + greedy])).logits[0, len(prompt) - 1 : -1].double()
+        expected = torch.log_softmax(logits, dim=-1)
+        chosen = expected.gather(1, torch.tensor(greedy)[:, None]).squeeze(1)
+        assert alone["token_logprobs"] == pytest.approx(chosen.tolist(), abs=1e-4)
+        for index, top in enumerate(alone["top_logprobs"]):
+            assert sorted(top.values(), reverse=True)[:5] == pytest.approx(expected[index].topk(5).values.tolist(), abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_penalties_and_bias_are_equal_on_both_ways_and_change_the_answer(
+    prompts: list[list[int]], reference: list[list[int]], aggregated: Fleet, disaggregated: Fleet
+) -> None:
+    banned = str(reference[8][0])
+    changes = [
+        {"repetition_penalty": 1.5},
+        {"frequency_penalty": 1.5, "presence_penalty": 0.5},
+        {"logit_bias": {banned: -100}},
+        {"frequency_penalty": -0.7, "temperature": 0.8, "seed": 3, "logit_bias": {banned: 5}},
+    ]
+    for options in changes:
+        fields = {"temperature": 0} | options
+        alone = token_ids(complete(aggregated, prompts[8], **fields))
+        assert token_ids(complete(disaggregated, prompts[8], **fields)) == alone, options
+        assert alone != reference[8], f"{options} changed nothing"
+    assert int(banned) not in token_ids(complete(disaggregated, prompts[8], temperature=0, logit_bias={banned: -100}))
+
+
 def test_concurrent_requests_give_the_same_tokens_as_lone_ones(
     prompts: list[list[int]], reference: list[list[int]], disaggregated: Fleet
 ) -> None:

@@ -37,6 +37,26 @@ def completion_tokens(prompt: list[int], num_tokens: int, seed: int = 0, next_to
     return known[len(prompt) :]
 
 
+def fake_logprob(index: int) -> float:
+    """What every fake reports of completion token `index`; its alternative with rank r has r less. Exact in fp32."""
+    return -0.125 - (index % 16) / 16
+
+
+def tokens_message(spec: pb.SequenceSpec, first_index: int, token_ids: list[int]) -> pb.Tokens:
+    message = pb.Tokens(first_index=first_index, token_ids=token_ids)
+    if spec.HasField("logprobs"):
+        for index, token_id in enumerate(token_ids, first_index):
+            ranks = range(spec.logprobs)
+            message.logprobs.append(
+                pb.TokenLogprobs(
+                    logprob=fake_logprob(index),
+                    top_ids=[(token_id + rank) % 256 for rank in ranks],
+                    top_logprobs=[fake_logprob(index) - rank for rank in ranks],
+                )
+            )
+    return message
+
+
 @dataclass
 class Script:
     """What goes wrong. Indexes are token indexes of the completion; None means it does not happen.
@@ -232,7 +252,7 @@ class FakeWorker(serving_pb2_grpc.WorkerServicer):
         timeline = pb.PrefillTimeline(
             received_s=50.0, scheduled_s=50.001, computed_s=50.004, first_token_s=50.005, num_cached_tokens=2, num_chunks=1
         )
-        tokens = pb.Tokens(first_index=index, token_ids=[token])
+        tokens = tokens_message(spec, index, [token])
         self._send(queue, pb.Event(attempt=message.attempt, tokens=tokens), pb.Event(attempt=message.attempt, prefilled=timeline))
         if token in spec.stop.stop_token_ids or index + 1 >= spec.stop.max_new_tokens:
             reason = "stop" if token in spec.stop.stop_token_ids else "length"
@@ -274,9 +294,7 @@ class FakeWorker(serving_pb2_grpc.WorkerServicer):
             is_stop = token in spec.stop.stop_token_ids and index >= spec.stop.min_new_tokens
             is_end = is_stop or index + 1 >= spec.stop.max_new_tokens
             if is_end or len(pending) >= self.script.tokens_per_message:
-                events = [
-                    pb.Event(attempt=message.attempt, tokens=pb.Tokens(first_index=index + 1 - len(pending), token_ids=pending))
-                ]
+                events = [pb.Event(attempt=message.attempt, tokens=tokens_message(spec, index + 1 - len(pending), pending))]
                 if is_local and is_first:
                     events.append(
                         pb.Event(

@@ -9,11 +9,12 @@ import pytest
 
 from common.types import Role
 from tests.fakes.router_harness import Harness, running_router, sse_events
-from tests.fakes.worker import completion_tokens
+from tests.fakes.worker import completion_tokens, fake_logprob, hash_token
 from tests.unit.router.tiny_tokenizer import EOS_ID, ids_of, make_tokenizer
 
 PROMPT = "a prompt that is long enough for both legs"
 CHAT = [{"role": "user", "content": PROMPT}]
+LETTERS = ids_of("abcdefghijklmnopqrstuvwxyz")
 
 
 def expected_text(num_tokens: int, seed: int, prompt: str = PROMPT) -> str:
@@ -74,6 +75,72 @@ async def test_stream_equals_the_whole_response_and_usage_comes_only_when_asked(
         assert events[-2]["choices"] == [] and events[-2]["usage"]["completion_tokens"] == 12
         assert all(event["usage"] is None for event in events[:-2])
         assert {event["id"] for event in events[:-1]} == {events[0]["id"]}
+
+
+def letter(known: list[int], seed: int) -> int:
+    """Like the usual fake token, but always one character by itself."""
+    return LETTERS[hash_token(known, seed) % len(LETTERS)]
+
+
+def letters(num_tokens: int) -> str:
+    return make_tokenizer().decode(completion_tokens(ids_of(PROMPT), num_tokens, 1, letter))
+
+
+async def test_completion_logprobs_come_once_per_token_streamed_and_whole() -> None:
+    async with running_router(next_token=letter) as harness:
+        whole = (await complete(harness, max_tokens=12, logprobs=2))["choices"][0]["logprobs"]
+        text = letters(12)
+        assert whole["tokens"] == list(text) and whole["text_offset"] == list(range(12))
+        assert whole["token_logprobs"] == [fake_logprob(index) for index in range(12)]
+        for index, top in enumerate(whole["top_logprobs"]):
+            other = make_tokenizer().token_text(ids_of(text[index])[0] + 1)
+            assert top == {text[index]: fake_logprob(index), other: fake_logprob(index) - 1}
+        events = await stream(harness, max_tokens=12, logprobs=2)
+        pieces = [event["choices"][0]["logprobs"] for event in events[:-1] if event["choices"][0]["logprobs"]]
+        assert {name: sum((piece[name] for piece in pieces), []) for name in whole} == whole
+        only_tokens = (await complete(harness, max_tokens=2, logprobs=0))["choices"][0]["logprobs"]
+        assert only_tokens["top_logprobs"] == [{text[0]: fake_logprob(0)}, {text[1]: fake_logprob(1)}]
+        assert (await complete(harness, max_tokens=2))["choices"][0]["logprobs"] is None
+
+
+async def test_chat_logprobs_name_tokens_with_their_bytes_and_the_first_one_comes_from_prefill() -> None:
+    async with running_router(next_token=letter) as harness:
+        fields = {"messages": CHAT, "model": "tiny", "seed": 1, "max_tokens": 6, "logprobs": True, "top_logprobs": 1}
+        response = await harness.client.post("/v1/chat/completions", json=fields)
+        choice = response.json()["choices"][0]
+        content = choice["logprobs"]["content"]
+        assert "".join(token["token"] for token in content) == choice["message"]["content"] and len(content) == 6
+        assert [token["logprob"] for token in content] == [fake_logprob(index) for index in range(6)]
+        assert all(token["bytes"] == list(token["token"].encode()) for token in content)
+        assert [token["top_logprobs"][0]["logprob"] for token in content] == [fake_logprob(index) for index in range(6)]
+        events = await stream(harness, "/v1/chat/completions", max_tokens=6, logprobs=True, top_logprobs=1)
+        pieces = [event["choices"][0]["logprobs"] for event in events[:-1]]
+        assert sum((piece["content"] for piece in pieces if piece), []) == content
+
+
+async def test_logprobs_of_text_that_a_stop_string_holds_back_are_not_lost() -> None:
+    async with running_router(next_token=letter) as harness:
+        text = letters(12)
+        stop = text[6:9]
+        whole = (await complete(harness, max_tokens=12, logprobs=0, stop=stop))["choices"][0]
+        assert whole["text"] == text[:6] and whole["finish_reason"] == "stop"
+        assert whole["logprobs"]["tokens"] == list(text[:9]), (
+            "one entry for each completion token, those of the stop string included"
+        )
+        events = await stream(harness, max_tokens=12, logprobs=0, stop=stop)
+        pieces = [event["choices"][0]["logprobs"] for event in events[:-1]]
+        assert sum((piece["tokens"] for piece in pieces if piece), []) == list(text[:9])
+        assert "".join(event["choices"][0]["text"] for event in events[:-1]) == text[:6]
+
+
+async def test_logprobs_survive_the_death_of_a_decode_worker() -> None:
+    async with running_router(num_decode=2, next_token=letter) as harness:
+        for worker in harness.decode:
+            worker.script.die_at = 5
+            break
+        whole = (await complete(harness, max_tokens=12, logprobs=1))["choices"][0]
+        assert whole["logprobs"]["tokens"] == list(letters(12))
+        assert whole["logprobs"]["token_logprobs"] == [fake_logprob(index) for index in range(12)]
 
 
 async def test_chat_stream_starts_with_the_role() -> None:

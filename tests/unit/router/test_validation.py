@@ -50,10 +50,16 @@ BAD_VALUES: list[tuple[str, Any]] = [
     *[("ignore_eos", v) for v in (1, "no")],
     *[("timeline", v) for v in (1, "yes")],
     *[("user", v) for v in (5, ["a"])],
-    *[("logprobs", v) for v in (True, 5)],
-    *[("logit_bias", v) for v in ({"1": 5},)],
-    *[("frequency_penalty", v) for v in (0.5, -1, "0", False)],
-    *[("presence_penalty", v) for v in (1,)],
+    *[("logprobs", v) for v in ("yes", -1, 21, 1.5, [])],
+    *[("top_logprobs", v) for v in (5, -1, 21, "1", True)],
+    *[
+        ("logit_bias", v)
+        for v in ({"1": 101}, {"1": -100.5}, {"1": "x"}, {"1": True}, {"a": 1}, {"-1": 1}, {"01": 1}, {"1.0": 1})
+    ],
+    *[("logit_bias", v) for v in ({"100000": 1}, {"9" * 40: 1}, {"\u0661": 1}, [], 5, {str(i): 0 for i in range(1025)})],
+    *[("frequency_penalty", v) for v in (2.5, -2.01, "0", False)],
+    *[("presence_penalty", v) for v in (3, [], True)],
+    *[("repetition_penalty", v) for v in (0, -1, 10.5, "1")],
     *[("best_of", v) for v in (2, 0)],
     *[("echo", v) for v in (True,)],
     *[("suffix", v) for v in ("x",)],
@@ -86,6 +92,34 @@ async def test_null_means_default_for_every_optional_parameter() -> None:
     assert request.sampling.temperature == 1.0 and request.sampling.top_p == 1.0 and request.sampling.top_k == 0
     assert request.stop.max_new_tokens == LIMIT - request.num_prompt_tokens
     assert request.stop.stop_token_ids == (EOS_ID,) and not request.stream
+
+
+async def test_penalties_and_bias_reach_the_sampling_parameters() -> None:
+    for call in (chat, complete):
+        fields = {
+            "presence_penalty": 1,
+            "frequency_penalty": -0.5,
+            "repetition_penalty": 1.25,
+            "logit_bias": {"30": 2, "4": -100},
+        }
+        sampling = (await call(**fields)).sampling
+        assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (1.0, -0.5, 1.25)
+        assert sampling.logit_bias == ((4, -100.0), (30, 2.0))
+        plain = (await call()).sampling
+        assert not plain.has_penalties and plain.logit_bias == ()
+
+
+async def test_logprobs_are_a_number_for_completions_and_a_switch_with_a_number_for_chats() -> None:
+    assert (await complete()).num_logprobs is None and (await complete(logprobs=0)).num_logprobs == 0
+    assert (await complete(logprobs=20)).num_logprobs == 20
+    assert (await chat(logprobs=False)).num_logprobs is None and (await chat(logprobs=True)).num_logprobs == 0
+    assert (await chat(logprobs=True, top_logprobs=7)).num_logprobs == 7
+    with pytest.raises(InvalidRequest, match="'top_logprobs' is only allowed with 'logprobs': true"):
+        await chat(top_logprobs=1)
+    with pytest.raises(InvalidRequest, match="logprobs"):
+        await complete(logprobs=True)
+    with pytest.raises(InvalidRequest, match="logprobs"):
+        await chat(logprobs=3)
 
 
 async def test_unknown_fields_are_all_named() -> None:
