@@ -56,6 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_ps(commands)
     _add_doctor(commands)
     _add_bench(commands)
+    _add_key(commands)
     return parser
 
 
@@ -99,6 +100,7 @@ def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser.add_argument(
         "--no-self-check", dest="self_check", action="store_false", help="do not stream an answer after the start"
     )
+    _add_api_key(parser)
     parser.add_argument("--detach", action="store_true", help="serve in the background; `baton down` stops it")
     parser.add_argument("--ready-fd", type=int, default=-1, help=argparse.SUPPRESS)
 
@@ -155,6 +157,13 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--respect-eos", dest="ignore_eos", action="store_false", help="do not send ignore_eos, which some servers refuse"
     )
     parser.add_argument("--json", default="", metavar="FILE", help="write the report as JSON; - prints it alone")
+
+
+def _add_key(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _command(
+        commands, "key", "make an API key: the key on standard error, its entry for the router's key file on standard output"
+    )
+    parser.add_argument("id", help="what logs and limits call the holder: 1 to 64 letters, digits, '_', '.' or '-'")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

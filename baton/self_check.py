@@ -42,17 +42,20 @@ class SelfCheck:
         return (self.usage.num_completion_tokens - 1) / elapsed_s if elapsed_s > 0 else 0.0
 
 
-async def run_self_check(url: str, model: str, on_text: Callable[[str], None], timeout_s: float = 120.0) -> SelfCheck:
+async def run_self_check(
+    url: str, model: str, on_text: Callable[[str], None], timeout_s: float = 120.0, api_key: str = ""
+) -> SelfCheck:
     """Streams one answer. Raises StreamFailed when the server refuses or the stream ends without text and usage."""
     body = request_body("chat", model, PROMPT, MAX_TOKENS, temperature=0.0, timeline=True)
     pieces: list[str] = []
     times: list[float] = []
     usage: Usage | None = None
     timeline: Mapping[str, Any] = {}
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     started_s = time.monotonic()
     try:
         async with (
-            httpx.AsyncClient(timeout=timeout_s, trust_env=False) as client,
+            httpx.AsyncClient(timeout=timeout_s, trust_env=False, headers=headers) as client,
             client.stream("POST", url + PATHS["chat"], json=body) as reply,
         ):
             if reply.status_code != 200:

@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,7 @@ class UpOptions:
     redis_url: str
     ready_timeout_s: float
     has_self_check: bool
+    api_key: str = field(default="", repr=False)
 
 
 def options_from(arguments: argparse.Namespace) -> UpOptions:
@@ -90,6 +91,7 @@ def options_from(arguments: argparse.Namespace) -> UpOptions:
         redis_url=arguments.redis_url,
         ready_timeout_s=arguments.ready_timeout,
         has_self_check=arguments.self_check,
+        api_key=arguments.api_key,
     )
 
 
@@ -261,7 +263,9 @@ class Up:
     async def _self_check(self, url: str) -> None:
         fleet = self._options.fleet
         try:
-            await show_self_check(self._console, url, fleet.model_name, wants_handoff=fleet.num_prefill > 0)
+            await show_self_check(
+                self._console, url, fleet.model_name, wants_handoff=fleet.num_prefill > 0, api_key=self._options.api_key
+            )
         except StreamFailed as error:
             self._console.print()
             raise StartFailed(f"the self-check failed: {error}", log_path=self._instance.log_folder / "router.log") from error

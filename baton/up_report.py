@@ -17,14 +17,14 @@ from baton.self_check import PROMPT, run_self_check
 from baton.timeline_text import timeline_rows
 
 
-async def show_self_check(console: Console, url: str, model: str, *, wants_handoff: bool) -> None:
-    """Streams one answer to the console and shows the request's timeline.
+async def show_self_check(console: Console, url: str, model: str, *, wants_handoff: bool, api_key: str = "") -> None:
+    """Streams one answer to the console and shows the request's timeline. `api_key`: for a router that wants one.
 
     Raises StreamFailed; also when `wants_handoff` and the answer came without one, because then the path was not proved.
     """
     console.print(f"\nself-check: {PROMPT}\n", style="bold", markup=False, highlight=False)
     result = await run_self_check(
-        url, model, lambda text: console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
+        url, model, lambda text: console.print(text, end="", markup=False, highlight=False, soft_wrap=True), api_key=api_key
     )
     console.print("\n")
     for label, value in timeline_rows(result.timeline, result.tokens_per_s):

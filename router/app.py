@@ -20,10 +20,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from common.api_keys import KeyRing
 from common.clock import Clock
 from common.errors import BatonError, ClientCancelled, DeadlineExceeded, Internal, InvalidRequest
 from common.ids import RequestId, new_request_id
 from common.types import Role
+from router.access.gate import SCOPE_KEY_ID, AccessGate, cache_salt_of
 from router.admission import Admission
 from router.api_models import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from router.fleet import Fleet
@@ -31,7 +33,7 @@ from router.metrics import RouterMetrics
 from router.models import model_list, model_object
 from router.openapi import add_schemas, body_of
 from router.orchestrator import Orchestrator
-from router.request import Endpoint, ValidRequest
+from router.request import Endpoint, RequestContext, ValidRequest
 from router.responses import error_headers, error_object
 from router.streaming import GenerationResponse
 from router.timeline import RequestTimeline
@@ -39,6 +41,7 @@ from router.tokenizer import ModelTokenizer
 from router.validation import Validator, encodable, parse_generation, parse_json, parse_model
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 _SCOPE_REQUEST_ID = "baton.request_id"
 
 
@@ -51,6 +54,10 @@ class AppSettings:
     body_bytes_max: int
     body_timeout_s: float
     sequence_tokens_max: int | None
+    request_timeout_s: float
+    sse_keep_alive_s: float
+    metrics_open: bool
+    cache_salt_secret: bytes | None  # None: one prefix cache for all keys
 
 
 class RouterApp:
@@ -67,6 +74,7 @@ class RouterApp:
         fleet: Fleet,
         clock: Clock,
         metrics: RouterMetrics,
+        keys: KeyRing | None,
     ) -> None:
         self._settings = settings
         self._validator = validator
@@ -86,7 +94,8 @@ class RouterApp:
         ):
             self._api.add_exception_handler(kind, handler)  # type: ignore[arg-type]  # each handler takes its own kind of exception
         self._api.openapi = self._openapi  # type: ignore[method-assign]  # FastAPI's documented way to extend the document
-        self.asgi: ASGIApp = _RequestIdHeader(self._api)
+        gate = AccessGate(self._api, keys, metrics_are_open=settings.metrics_open, send_error=self._send_refusal)
+        self.asgi: ASGIApp = _RequestIdHeader(gate)
 
     def _add_routes(self) -> None:
         post: list[tuple[str, Any, type[BaseModel]]] = [
@@ -131,17 +140,42 @@ class RouterApp:
         request_id = new_request_id(endpoint.id_prefix)
         request.scope[_SCOPE_REQUEST_ID] = request_id
         self._admission.check(timeline.received_s)  # says no before a body is read or tokenised
-        valid = await self._validate(parse_json(await self._read_body(request)), endpoint, request_id)
+        context = self._context(request)
+        valid = await self._validate(parse_json(await self._read_body(request)), endpoint, request_id, context)
         timeline.tokenised_s = self._clock.monotonic()
         permit = self._admission.try_acquire(timeline.tokenised_s)
         timeline.admitted_s = self._clock.monotonic()
         call = self._orchestrator.start(valid, timeline, permit)
-        return GenerationResponse(call, int(self._clock.wall()), self._clock)
+        return GenerationResponse(call, int(self._clock.wall()), self._clock, self._settings.sse_keep_alive_s)
 
-    async def _validate(self, raw: dict[str, Any], endpoint: Endpoint, request_id: RequestId) -> ValidRequest:
+    def _context(self, request: Request) -> RequestContext:
+        key_id = request.scope.get(SCOPE_KEY_ID, "")
+        secret = self._settings.cache_salt_secret
+        salt = cache_salt_of(key_id, secret) if secret is not None and key_id else b""
+        return RequestContext(key_id, salt, self._client_deadline_s(request))
+
+    def _client_deadline_s(self, request: Request) -> float:
+        """Seconds of the x-request-timeout header; 0 without one. Raises InvalidRequest beyond the operator's limit."""
+        text = request.headers.get("x-request-timeout")
+        if text is None:
+            return 0.0
+        limit_s = self._settings.request_timeout_s
+        seconds = float(text) if _SECONDS.fullmatch(text) else 0.0
+        if not 0.0 < seconds <= limit_s:
+            raise InvalidRequest(
+                f"'X-Request-Timeout' must be a number of seconds above 0, at most {limit_s:g}, not {text[:32]!r}",
+                param="X-Request-Timeout",
+                code="invalid_value",
+            )
+        return seconds
+
+    async def _validate(
+        self, raw: dict[str, Any], endpoint: Endpoint, request_id: RequestId, context: RequestContext
+    ) -> ValidRequest:
+        limit = self.limit_tokens()
         if endpoint is Endpoint.CHAT:
-            return await self._validator.chat(parse_generation(ChatCompletionRequest, raw), request_id, self.limit_tokens())
-        return await self._validator.completion(parse_generation(CompletionRequest, raw), request_id, self.limit_tokens())
+            return await self._validator.chat(parse_generation(ChatCompletionRequest, raw), request_id, limit, context)
+        return await self._validator.completion(parse_generation(CompletionRequest, raw), request_id, limit, context)
 
     async def _read_body(self, request: Request) -> bytes:
         """The whole body, bounded in bytes and time. Raises InvalidRequest, DeadlineExceeded or ClientCancelled."""
@@ -151,13 +185,16 @@ class RouterApp:
                 f"the content type must be application/json, not '{content_type[:64]}'", code="unsupported_content_type"
             )
         limit = self._settings.body_bytes_max
+        announced = request.headers.get("content-length", "")
+        if announced.isdecimal() and int(announced[:20]) > limit:
+            raise _too_large(limit)  # before a byte of it is read
         body = bytearray()
         try:
             async with asyncio.timeout(self._settings.body_timeout_s):
                 async for piece in request.stream():
                     body += piece
                     if len(body) > limit:
-                        raise InvalidRequest(f"the request body is larger than {limit} bytes", code="request_too_large")
+                        raise _too_large(limit)
         except TimeoutError as error:
             raise DeadlineExceeded(f"the request body did not arrive within {self._settings.body_timeout_s:g} s") from error
         except ClientDisconnect as error:
@@ -242,12 +279,27 @@ class RouterApp:
         response.headers.update(exception.headers or {})
         return response
 
+    async def _send_refusal(self, scope: Scope, send: Send, error: BatonError) -> None:
+        """What the gate answers instead of a route."""
+        self._metrics.refusals.labels(kind=error.kind).inc()
+        response = self._error_response(Request(scope), error)
+        response.headers["www-authenticate"] = "Bearer"
+        await response(scope, _no_body, send)
+
     async def _on_crash(self, request: Request, exception: Exception) -> Response:
         return self._error_response(request, Internal("the router failed to handle the request"))
 
     def _error_response(self, request: Request, error: BatonError) -> Response:
         request_id = request.scope.setdefault(_SCOPE_REQUEST_ID, new_request_id("req"))
         return _AsciiJSONResponse(error_object(error, request_id), error.rule.http_status, error_headers(error))
+
+
+async def _no_body() -> Message:
+    return {"type": "http.disconnect"}
+
+
+def _too_large(limit: int) -> InvalidRequest:
+    return InvalidRequest(f"the request body is larger than {limit} bytes", code="request_too_large")
 
 
 class _AsciiJSONResponse(JSONResponse):

@@ -62,6 +62,10 @@ class Call:
     def has_emitted(self) -> bool:
         return self.merge.next_index > 0
 
+    def timeout_s(self, settings: OrchestratorSettings) -> float:
+        """Seconds from arrival that this request may take: the client's own deadline within the operator's."""
+        return min(self.request.context.deadline_s or settings.request_timeout_s, settings.request_timeout_s)
+
     def cancel(self, error: BatonError) -> None:
         """Asks the request to stop; its task aborts both legs. Idempotent, the first reason stays."""
         if self.cancel_error is None and self.task is not None and not self.task.done():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from random import Random
 
+from common.api_keys import KeyRing
 from common.clock import Clock
 from common.errors import Draining
 from common.ids import new_router_id
@@ -45,6 +46,7 @@ class Router:
         metrics: RouterMetrics,
         log: EventLogger,
         version: str,
+        keys: KeyRing | None = None,
         client_settings: ClientSettings | None = None,
     ) -> None:
         self.id = new_router_id()
@@ -54,6 +56,7 @@ class Router:
         self._metrics = metrics
         self._log = log
         self._version = version
+        self._keys = keys
         self._client_settings = client_settings or ClientSettings()
         self._random = Random()
         self._tasks: list[asyncio.Task[None]] = []
@@ -96,6 +99,10 @@ class Router:
             body_bytes_max=settings.body_bytes_max,
             body_timeout_s=settings.body_timeout_s,
             sequence_tokens_max=settings.sequence_tokens_max or None,
+            request_timeout_s=settings.request_timeout_s,
+            sse_keep_alive_s=settings.sse_keep_alive_s,
+            metrics_open=settings.metrics_open,
+            cache_salt_secret=settings.secret_bytes if settings.prefix_cache_per_key else None,
         )
         self.app = RouterApp(
             settings=app_settings,
@@ -106,7 +113,13 @@ class Router:
             fleet=self.fleet,
             clock=clock,
             metrics=metrics,
+            keys=keys,
         )
+
+    @property
+    def num_api_keys(self) -> int:
+        """0: everyone may call."""
+        return 0 if self._keys is None else len(self._keys)
 
     async def start(self) -> None:
         """Takes a first look at the fleet and starts the background tasks. A store that is away delays nothing."""

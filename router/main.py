@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import jinja2
 import uvicorn
 
+from common.api_keys import KeyFileError, KeyRing, load_keys
 from common.clock import SystemClock
 from common.lifecycle import Lifecycle
 from common.log import configure_logging, get_logger
@@ -47,15 +48,18 @@ def main() -> None:
     configure_logging(level=settings.log_level, service="router")
     try:
         tokenizer = load_tokenizer(settings.model)
+        keys = load_keys(settings.api_keys_file, settings.api_keys)
         store = open_store(settings.redis_url, settings.cluster)
         listener = _listen(settings.host, settings.port)
-    except (ModelFilesError, jinja2.TemplateSyntaxError, OSError, ValueError) as error:
+    except (ModelFilesError, KeyFileError, jinja2.TemplateSyntaxError, OSError, ValueError) as error:
         print(f"router: {error}", file=sys.stderr)  # noqa: T201 - one clear line for the person who started the process
         raise SystemExit(EXIT_BAD_INPUT) from error
-    raise SystemExit(asyncio.run(serve(settings, tokenizer, store, listener)))
+    raise SystemExit(asyncio.run(serve(settings, tokenizer, store, listener, keys)))
 
 
-async def serve(settings: RouterSettings, tokenizer: ModelTokenizer, store: StateStore, listener: socket.socket) -> int:
+async def serve(
+    settings: RouterSettings, tokenizer: ModelTokenizer, store: StateStore, listener: socket.socket, keys: KeyRing | None
+) -> int:
     """Serves on the listening socket until drained. Returns the exit code."""
     lifecycle = Lifecycle()
     lifecycle.install_signal_handlers()
@@ -68,6 +72,7 @@ async def serve(settings: RouterSettings, tokenizer: ModelTokenizer, store: Stat
         metrics=RouterMetrics(),
         log=LOG,
         version=VERSION,
+        keys=keys,
     )
     try:
         await router.start()
@@ -90,7 +95,9 @@ async def _run(server: _Server, router: Router, lifecycle: Lifecycle, settings: 
     broken = asyncio.create_task(router.background_failed(), name="background")
     host, port = listener.getsockname()[:2]
     lifecycle.ready()
-    LOG.event("router_listening", host=host, port=port, model=settings.model_name, router_id=router.id)
+    LOG.event(
+        "router_listening", host=host, port=port, model=settings.model_name, router_id=router.id, num_api_keys=router.num_api_keys
+    )
     try:
         await asyncio.wait({http, asked, broken}, return_when=asyncio.FIRST_COMPLETED)
         if broken.done() or http.done():

@@ -121,10 +121,10 @@ class Orchestrator:
         error: BatonError | None = call.cancel_error
         try:
             if error is None:
-                async with asyncio.timeout(self._settings.request_timeout_s):
+                async with asyncio.timeout(call.timeout_s(self._settings)):
                     await self._serve(call)
         except TimeoutError:
-            error = DeadlineExceeded(f"the request was not finished within {self._settings.request_timeout_s:g} s")
+            error = DeadlineExceeded(f"the request was not finished within {call.timeout_s(self._settings):g} s")
         except BatonError as caught:
             error = caught
         except asyncio.CancelledError:
@@ -258,10 +258,16 @@ class Orchestrator:
     def _spec(self, call: Call) -> pb.SequenceSpec:
         """Prompt plus what was emitted: a later attempt goes on at the next token index and never samples an earlier one again."""
         request = call.request
-        left_s = call.timeline.received_s + self._settings.request_timeout_s - self._clock.monotonic()
+        left_s = call.timeline.received_s + call.timeout_s(self._settings) - self._clock.monotonic()
         token_ids = [*request.prompt_token_ids, *call.merge.tokens]
         return wire.sequence_spec(
-            token_ids, request.num_prompt_tokens, request.sampling, request.stop, max(left_s, 0.001), request.num_logprobs
+            token_ids,
+            request.num_prompt_tokens,
+            request.sampling,
+            request.stop,
+            max(left_s, 0.001),
+            request.num_logprobs,
+            request.context.cache_salt,
         )
 
     async def _follow(self, call: Call, attempt: Attempt, slot: RetrySlot) -> None:

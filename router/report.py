@@ -42,6 +42,7 @@ def report_request(
     fields = {
         **public,
         "request": request.request_id,
+        "key": request.context.key_id or None,
         "endpoint": request.endpoint.value,
         "model": request.model,
         "stream": request.stream,

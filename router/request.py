@@ -60,6 +60,7 @@ class ValidRequest:
     stream: bool
     include_usage: bool
     wants_timeline: bool
+    context: RequestContext
 
     @property
     def num_prompt_tokens(self) -> int:

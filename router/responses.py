@@ -16,7 +16,8 @@ from router.logprobs import RatedToken, chat_logprobs, completion_logprobs
 from router.output import Ended, Usage
 from router.request import Endpoint, ValidRequest
 
-SSE_DONE = b"data: [DONE]\n\n"
+SSE_KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment: clients skip it, and proxies see that the stream lives."""
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
@@ -48,10 +49,12 @@ def full_response(request: ValidRequest, created: int, text: str, rated: Sequenc
 
 
 class ChunkWriter:
-    """The SSE events of one stream. With usage asked for, every chunk carries `usage` (null until the last)."""
+    """The SSE events of one stream, each with an id (request id and number from 0). With usage asked for, every chunk carries `usage`
+    (null until the last)."""
 
     def __init__(self, request: ValidRequest, created: int) -> None:
         self._request = request
+        self._num_events = 0
         self._head = {
             "id": request.request_id,
             "object": request.endpoint.chunk_object,
@@ -76,12 +79,12 @@ class ChunkWriter:
         extra = {"baton": ended.timeline} if self._request.wants_timeline else {}
         body = self._chunk({} if self._is_chat else "", ended.finish_reason.value, extra)
         if self._request.include_usage:
-            body += sse_event({**self._head, "choices": [], "usage": usage_object(ended.usage)})
-        return body + SSE_DONE
+            body += self._event({**self._head, "choices": [], "usage": usage_object(ended.usage)})
+        return body + self._done()
 
     def error(self, error: BatonError) -> bytes:
         """The one error event after which the stream ends."""
-        return sse_event(error_object(error, self._request.request_id), ascii_only=True) + SSE_DONE
+        return self._event(error_object(error, self._request.request_id), ascii_only=True) + self._done()
 
     def _chunk(
         self,
@@ -96,17 +99,23 @@ class ChunkWriter:
             "finish_reason": finish_reason,
             "logprobs": logprobs,
         }
-        return sse_event({**self._head, "choices": [choice], **self._tail, **(extra or {})})
+        return self._event({**self._head, "choices": [choice], **self._tail, **(extra or {})})
+
+    def _event(self, value: dict[str, Any], *, ascii_only: bool = False) -> bytes:
+        return self._id() + b"data: " + json.dumps(value, ensure_ascii=ascii_only, separators=(",", ":")).encode() + b"\n\n"
+
+    def _done(self) -> bytes:
+        return self._id() + b"data: [DONE]\n\n"
+
+    def _id(self) -> bytes:
+        self._num_events += 1
+        return f"id: {self._request.request_id}/{self._num_events - 1}\n".encode()
 
 
 def _logprobs(request: ValidRequest, rated: Sequence[RatedToken]) -> dict[str, Any] | None:
     if request.num_logprobs is None:
         return None
     return chat_logprobs(rated) if request.endpoint is Endpoint.CHAT else completion_logprobs(rated)
-
-
-def sse_event(value: dict[str, Any], *, ascii_only: bool = False) -> bytes:
-    return b"data: " + json.dumps(value, ensure_ascii=ascii_only, separators=(",", ":")).encode() + b"\n\n"
 
 
 def error_object(error: BatonError, request_id: str) -> dict[str, Any]:

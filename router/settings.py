@@ -29,6 +29,19 @@ class RouterSettings(BaseModel):
     redis_url: str = Field(description="state store: redis://…, unix://…, or memory:// for a single process")
     log_level: str = Field(default="info", pattern=r"^(debug|info|warning|error)$", description="least level of log lines")
 
+    api_keys_file: Path | None = Field(
+        default=None,
+        description="file of API keys, one `ID sha256:HEX` a line, as `baton key ID` prints it; none: no keys needed",
+    )
+    api_keys: str = Field(default="", description="API keys beside those of the file: entries of the same form between commas")
+    metrics_open: bool = Field(default=True, description="whether /metrics answers without a key; it holds nothing of any tenant")
+    prefix_cache_per_key: bool = Field(
+        default=False, description="whether prompts are cached for each API key apart, so that nobody can time another's prompts"
+    )
+    sse_keep_alive_s: float = Field(
+        default=15.0, gt=0, description="seconds of silence on a stream after which a comment keeps proxies from closing it"
+    )
+
     requests_max: int = Field(default=512, ge=1, description="requests served at once; more are refused with 429 and Retry-After")
     sequence_tokens_max: int = Field(
         default=0, ge=0, description="longest prompt + completion; 0: what the model and the workers allow"

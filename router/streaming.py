@@ -1,7 +1,7 @@
 """The HTTP side of a served request: server-sent events or one JSON body, and the watch for a client that leaves.
 
-Reads a Call's output and writes it; owns no request state. The status is decided by the first output item, so everything that fails
-before the first token is a proper HTTP error; afterwards a failure is one error event and the end of the stream.
+Reads a Call's output and writes it; owns no request state. The status is decided by the first output item, so what fails before
+the first token is a proper HTTP error (unless that takes longer than proxies wait); afterwards a failure is one error event and the end.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from common.clock import Clock
 from common.errors import BatonError, ClientCancelled
 from router.call import Call
 from router.logprobs import RatedToken
-from router.output import Ended, Errored, TextDelta
-from router.responses import ChunkWriter, error_headers, error_object, full_response
+from router.output import Ended, Errored, OutputItem, TextDelta
+from router.responses import SSE_KEEP_ALIVE, ChunkWriter, error_headers, error_object, full_response
 
 OVERFLOW_GRACE_S = 1.0
 """How long a client that fell too far behind gets to take the error event before the connection is dropped."""
@@ -27,12 +27,13 @@ OVERFLOW_GRACE_S = 1.0
 class GenerationResponse(Response):
     """An ASGI response that writes itself. Whatever ends it (done, client gone, server stopping) also ends the call."""
 
-    def __init__(self, call: Call, created: int, clock: Clock) -> None:
+    def __init__(self, call: Call, created: int, clock: Clock, keep_alive_s: float) -> None:
         # Not the base's constructor: it would render a body and headers. The base class is what FastAPI knows a response by.
         self.background = None
         self._call = call
         self._created = created
         self._clock = clock
+        self._keep_alive_s = keep_alive_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         write = self._write_stream if self._call.request.stream else self._write_full
@@ -67,7 +68,9 @@ class GenerationResponse(Response):
                 return await send_error(send, item.error, self._call.request.request_id)
 
     async def _write_stream(self, send: Send) -> None:
-        item = await self._call.output.get()
+        """The status waits for the first item, but not longer than a proxy would: after the first silence it is 200, and what fails
+        then is an error event."""
+        item = await self._next()
         if isinstance(item, Errored):
             await send_error(send, item.error, self._call.request.request_id)
             return
@@ -75,16 +78,27 @@ class GenerationResponse(Response):
         headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
         await send({"type": "http.response.start", "status": 200, "headers": _raw(headers)})
         head = chunks.start()
-        while isinstance(item, TextDelta):
-            body = head + chunks.text(item.text, item.rated)
-            head = b""
-            if body:
-                await send({"type": "http.response.body", "body": body, "more_body": True})
-            if not self._call.timeline.first_out_s:
-                self._call.timeline.first_out_s = self._clock.monotonic()
-            item = await self._call.output.get()
+        while item is None or isinstance(item, TextDelta):
+            if item is None:
+                await send({"type": "http.response.body", "body": SSE_KEEP_ALIVE, "more_body": True})
+            else:
+                body = head + chunks.text(item.text, item.rated)
+                head = b""
+                if body:
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
+                if not self._call.timeline.first_out_s:
+                    self._call.timeline.first_out_s = self._clock.monotonic()
+            item = await self._next()
         last = chunks.end(item) if isinstance(item, Ended) else chunks.error(item.error)
         await send({"type": "http.response.body", "body": head + last, "more_body": False})
+
+    async def _next(self) -> OutputItem | None:
+        """The next item, or None after a silence."""
+        try:
+            async with asyncio.timeout(self._keep_alive_s):
+                return await self._call.output.get()
+        except TimeoutError:
+            return None
 
 
 async def send_json(

@@ -24,9 +24,10 @@ from router.api_models import (
     GenerationRequest,
     is_neutral,
 )
-from router.request import Endpoint, ValidRequest
+from router.request import Endpoint, RequestContext, ValidRequest
 from router.tokenizer import ModelTokenizer
 
+NO_CONTEXT = RequestContext()
 Body = TypeVar("Body", bound=pydantic.BaseModel)
 COMPLETION_MAX_TOKENS_DEFAULT = 16
 """OpenAI's default of /v1/completions when `max_tokens` is absent; null means: what fits."""
@@ -89,7 +90,9 @@ class Validator:
         if name != self._model_name:
             raise ModelNotFound(f"the model '{name[:128]}' does not exist", param="model", code="model_not_found")
 
-    async def completion(self, body: CompletionRequest, request_id: RequestId, limit_tokens: int) -> ValidRequest:
+    async def completion(
+        self, body: CompletionRequest, request_id: RequestId, limit_tokens: int, context: RequestContext = NO_CONTEXT
+    ) -> ValidRequest:
         self._check_common(body)
         token_ids = await self._completion_prompt(body.prompt)
         has_max_tokens = "max_tokens" in body.model_fields_set
@@ -97,10 +100,21 @@ class Validator:
         if not has_max_tokens and token_ids:  # a default must not refuse a prompt that fits
             max_tokens = max(1, min(COMPLETION_MAX_TOKENS_DEFAULT, limit_tokens - len(token_ids)))
         return self._build(
-            body, Endpoint.COMPLETION, request_id, token_ids, "prompt", max_tokens, "max_tokens", limit_tokens, body.logprobs
+            body,
+            Endpoint.COMPLETION,
+            request_id,
+            token_ids,
+            "prompt",
+            max_tokens,
+            "max_tokens",
+            limit_tokens,
+            body.logprobs,
+            context,
         )
 
-    async def chat(self, body: ChatCompletionRequest, request_id: RequestId, limit_tokens: int) -> ValidRequest:
+    async def chat(
+        self, body: ChatCompletionRequest, request_id: RequestId, limit_tokens: int, context: RequestContext = NO_CONTEXT
+    ) -> ValidRequest:
         self._check_common(body)
         if (
             body.max_tokens is not None
@@ -118,7 +132,9 @@ class Validator:
             )
         num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         token_ids = await self.chat_prompt(body.messages)
-        return self._build(body, Endpoint.CHAT, request_id, token_ids, "messages", max_tokens, param, limit_tokens, num_logprobs)
+        return self._build(
+            body, Endpoint.CHAT, request_id, token_ids, "messages", max_tokens, param, limit_tokens, num_logprobs, context
+        )
 
     async def chat_prompt(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True) -> list[int]:
         """Token ids of a conversation through the model's chat template. The template writes the BOS itself."""
@@ -207,6 +223,7 @@ class Validator:
         max_tokens_param: str,
         limit_tokens: int,
         num_logprobs: int | None,
+        context: RequestContext,
     ) -> ValidRequest:
         if not token_ids:
             raise InvalidRequest(f"'{prompt_param}' is empty: it has no tokens", param=prompt_param, code="empty_prompt")
@@ -244,6 +261,7 @@ class Validator:
             stream=bool(body.stream),
             include_usage=bool(body.stream_options is not None and body.stream_options.include_usage),
             wants_timeline=bool(body.timeline),
+            context=context,
         )
 
 

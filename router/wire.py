@@ -21,6 +21,7 @@ def sequence_spec(
     stop: StopConditions,
     deadline_s: float,
     num_logprobs: int | None,
+    cache_salt: bytes,
 ) -> pb.SequenceSpec:
     return pb.SequenceSpec(
         token_ids=token_ids,
@@ -29,6 +30,7 @@ def sequence_spec(
         stop=convert.stop_to_pb(stop),
         deadline_s=deadline_s,
         logprobs=num_logprobs,
+        cache_salt=cache_salt,
     )
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import uvicorn
 
+from common.api_keys import KeyRing
 from common.clock import SystemClock
 from common.log import configure_logging, get_logger
 from common.state.memory import MemoryStateStore
@@ -95,6 +96,7 @@ async def running_router(
     wait_ready: bool = True,
     settings: dict[str, Any] | None = None,
     workers: list[FakeWorker] | None = None,
+    keys: KeyRing | None = None,
 ) -> AsyncIterator[Harness]:
     handoffs: dict[str, asyncio.Event] = {}
     if workers is None:
@@ -117,6 +119,7 @@ async def running_router(
         metrics=RouterMetrics(),
         log=get_logger("router"),
         version="test",
+        keys=keys,
     )
     server = Server(uvicorn.Config(router.app.asgi, log_config=None, access_log=False, lifespan="off"))
     listener = socket.create_server(("127.0.0.1", 0))

@@ -72,7 +72,7 @@ def test_the_token_index_the_seed_and_the_choice_change_the_output() -> None:
         SampleRow(0, 0, SamplingParams(seed=1)),
         SampleRow(0, 0, SamplingParams(choice=1)),
     ]
-    outputs = {FakeRunner(8, 4, 1 << 30).run(dataclasses.replace(whole_prompt(), sample_rows=[row]))[0] for row in rows}
+    outputs = {FakeRunner(8, 4, 1 << 30).run(dataclasses.replace(whole_prompt(), sample_rows=[row])).token_ids[0] for row in rows}
     assert len(outputs) == len(rows)
 
 

@@ -9,11 +9,12 @@ import pytest
 
 from baton.main import build_parser, main
 from baton.subprocess_probe import PACKAGE_ROOT
+from common.api_keys import KeyRing, parse_entries
 
 COMMANDS = ("up", "down", "chat", "ps", "doctor", "bench")
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", (*COMMANDS, "key"))
 def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         main([command, "--help"])
@@ -82,3 +83,13 @@ def test_the_command_line_loads_neither_torch_nor_a_service() -> None:
         [sys.executable, "-c", code], cwd=PACKAGE_ROOT, capture_output=True, text=True, timeout=60, check=True
     )
     assert result.stdout.strip() == "[]"
+
+
+def test_key_prints_the_entry_alone_to_standard_output_and_the_key_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["key", "team-a"]) == 0
+    shown = capsys.readouterr()
+    ring = KeyRing(parse_entries(shown.out, "stdout"))
+    key = shown.err.split()[-1]
+    assert ring.find(key) == "team-a" and key not in shown.out
+    assert main(["key", "not an id"]) == 2
+    assert "1 to 64 letters" in capsys.readouterr().err
