@@ -33,7 +33,14 @@ from common.types import FinishReason, HandoffTimeline, PrefillTimeline
 from engine import commands
 from engine.commands import Command, Event, SequenceSpec, StepEvents
 from engine.serving.sequence_input import parse_attempt, parse_reserve, parse_sequence
-from engine.serving.session import RouterSession, attempt_key, attempt_message, failed_message, tokens_message
+from engine.serving.session import (
+    RouterSession,
+    attempt_key,
+    attempt_message,
+    failed_message,
+    prompt_logprobs_message,
+    tokens_message,
+)
 from kvtransfer.endpoint import KVEndpoint
 from kvtransfer.receiver import KVReceiver
 
@@ -247,6 +254,10 @@ class DecodeWorker:
                 self._on_sampled(attempt, event, now)
             case commands.SequenceEnded():
                 self._on_ended(attempt, event)
+            case commands.PromptLogprobs():
+                if attempt.stage is not Stage.ENDING:
+                    rated = prompt_logprobs_message(event)
+                    attempt.session.post(pb.Event(attempt=attempt_message(attempt.key), prompt_logprobs=rated))
             case commands.ChunkComputed():
                 pass
 

@@ -21,7 +21,7 @@ from engine.kv_cache import KVCache
 from engine.model_spec import ModelError, ModelSpec
 from engine.models.llama import LlamaModel
 from engine.models.llama_weights import TensorSource, load_llama_weights
-from engine.sampler import Sampler
+from engine.sampler import Sampler, rate_prompt
 from engine.sequence import num_blocks_for
 from engine.weights.model_files import load_model_spec, weights_fingerprint
 from engine.weights.packed_cache import load_packed
@@ -44,6 +44,8 @@ class TorchModelRunner:
     @torch.inference_mode()
     def run(self, batch: StepBatch) -> StepResults:
         """Writes the KV of all T tokens; one token id per sample row. An empty batch is an assertion: a scheduler bug."""
+        if batch.prompt_rows:
+            return self._run_rated(batch)
         logits = self.compute_logits(batch)
         token_ids = self._sampler.sample(logits, batch.sample_rows)
         return StepResults(token_ids, self._sampler.rate(logits, batch.sample_rows, token_ids))
@@ -51,15 +53,38 @@ class TorchModelRunner:
     @torch.inference_mode()
     def compute_logits(self, batch: StepBatch) -> torch.Tensor:
         """The forward pass alone: logits [R, V], row r for `batch.sample_rows[r]`."""
+        return self._forward(batch, _last_rows(batch))
+
+    def _run_rated(self, batch: StepBatch) -> StepResults:
+        """The same with logits of prompt rows beside those that are sampled from: each row is projected once, in rising order."""
+        last_rows = _last_rows(batch)
+        ranges = [range(rows.first_row, rows.first_row + len(rows.token_ids)) for rows in batch.prompt_rows]
+        wanted = sorted({*last_rows, *(row for rows in ranges for row in rows)})
+        place = {row: index for index, row in enumerate(wanted)}
+        all_logits = self._forward(batch, wanted)
+        rated = [
+            rate_prompt(all_logits[place[rows[0]] : place[rows[0]] + len(rows)], entry.token_ids, entry.num_logprobs)
+            for rows, entry in zip(ranges, batch.prompt_rows, strict=True)
+        ]
+        logits = all_logits[[place[row] for row in last_rows]]
+        token_ids = self._sampler.sample(logits, batch.sample_rows)
+        return StepResults(token_ids, self._sampler.rate(logits, batch.sample_rows, token_ids), rated)
+
+    def _forward(self, batch: StepBatch, rows: list[int]) -> torch.Tensor:
         assert batch.num_tokens, "a step without tokens"
         device = self._model.device
-        last_rows = [batch.query_starts[row.sequence_index + 1] - 1 for row in batch.sample_rows]
         token_ids = torch.frombuffer(batch.token_ids, dtype=torch.int64).to(device)
         self._tables.apply(batch.table_updates)
-        sample_rows = torch.tensor(last_rows, dtype=torch.int64, device=device)
         return self._model.forward(
-            token_ids, attention_meta(batch, self._tables, self._kv_cache.block_size, device), self._kv_cache.tensor, sample_rows
+            token_ids,
+            attention_meta(batch, self._tables, self._kv_cache.block_size, device),
+            self._kv_cache.tensor,
+            torch.tensor(rows, dtype=torch.int64, device=device),
         )
+
+
+def _last_rows(batch: StepBatch) -> list[int]:
+    return [batch.query_starts[row.sequence_index + 1] - 1 for row in batch.sample_rows]
 
 
 def attention_meta(batch: StepBatch, tables: BlockTables, block_size: int, device: torch.device) -> AttentionMeta:

@@ -56,6 +56,12 @@ class Sampler:
         ]
 
 
+def rate_prompt(logits: torch.Tensor, token_ids: Sequence[int], num_top: int) -> tuple[TokenLogprobs, ...]:
+    """Logprobs of prompt tokens: row i of the logits [N, V] rates `token_ids[i]`."""
+    rows = logits.cpu().numpy()
+    return tuple(token_logprobs(row, token_id, num_top) for row, token_id in zip(rows, token_ids, strict=True))
+
+
 def change_logits(logits: torch.Tensor, row: SampleRow) -> None:
     """In place on one row [V], in this order: repetition, frequency and presence penalty, bias, forbidden tokens."""
     sampling, device = row.sampling, logits.device

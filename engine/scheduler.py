@@ -17,7 +17,7 @@ from common.types import BlockCensus, EngineCounts, FinishReason, WorkerLoad
 from engine import commands
 from engine.batch import StepBatch, StepResults
 from engine.block_allocator import BlockAllocator
-from engine.commands import ChunkComputed, Command, Event, Refused, Reserved, Sampled, SequenceEnded, SequenceSpec
+from engine.commands import ChunkComputed, Command, Event, PromptLogprobs, Refused, Reserved, Sampled, SequenceEnded, SequenceSpec
 from engine.intake import check_size, check_spec
 from engine.prefix_index import PrefixIndex
 from engine.prompt_shares import share_out
@@ -25,6 +25,9 @@ from engine.sequence import Kind, Sequence, State, arrival_of, finish_reason, ha
 from engine.sequence_blocks import SequenceBlocks
 from engine.step_builder import StepBuilder
 from engine.waiting_line import WaitingLine
+
+RATED_CHUNK_MAX = 128
+"""Prompt tokens of one sequence in a step whose logprobs are wanted: each takes a row of logits over the whole vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +200,7 @@ class Scheduler:
             prompts = [self._prefilling[arrival] for arrival in sorted(self._prefilling)]
             prompts += [sequence for sequence in admitted if sequence.num_uncomputed == 1]
             for sequence, num_tokens in share_out(num_prefill, prompts):
-                builder.add(sequence, num_tokens)
+                builder.add(sequence, min(num_tokens, RATED_CHUNK_MAX) if sequence.rates_prompt else num_tokens)
         if builder.num_tokens:
             self._num_steps += 1
             self._num_decode_tokens += num_decodes
@@ -269,6 +272,10 @@ class Scheduler:
         block_size, prefilling = self._settings.block_size, self._prefilling
         tokens, rated = iter(sampled), iter(results.logprobs)
         events: list[Event] = []
+        for rows, logprobs_of_rows in zip(batch.prompt_rows, results.prompt_logprobs, strict=True):
+            sequence = step[rows.sequence_index]
+            events.append(PromptLogprobs(sequence.key, sequence.num_rated + 1, logprobs_of_rows))
+            sequence.num_rated += len(logprobs_of_rows)
         for sequence, num_tokens in zip(step, self._num_scheduled, strict=True):
             num_computed = sequence.num_computed + num_tokens
             if num_tokens == 1 and num_computed % block_size:  # most decodes: no block became full

@@ -79,6 +79,8 @@ class Sequence:
     table_row: int = -1
     num_tabled_blocks: int = 0
     extras: RowExtras | None = field(init=False)
+    num_rated: int = 0
+    """Prompt tokens whose logprobs were reported, position 0 (which has none) not counted."""
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.spec.token_ids)
@@ -105,6 +107,14 @@ class Sequence:
         if self.kind is Kind.PREFILL:
             return len(self.spec.token_ids) + 1
         return self.spec.num_prompt_tokens + self.spec.stop.max_new_tokens
+
+    @property
+    def rates_prompt(self) -> bool:
+        """Whether logprobs of prompt tokens are still to be reported here. Who receives a prompt's KV leaves that to who computed it."""
+        spec = self.spec
+        return (
+            spec.num_prompt_logprobs is not None and self.kind is not Kind.RECEIVE and self.num_rated < spec.num_prompt_tokens - 1
+        )
 
     @property
     def is_preemptible(self) -> bool:

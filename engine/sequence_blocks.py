@@ -57,6 +57,8 @@ class SequenceBlocks:
         assert not sequence.block_ids, f"{sequence.key} already has {len(sequence.block_ids)} blocks"
         num_known = self.num_known(sequence)
         num_matchable = (len(sequence.token_ids) - (sequence.state is not State.RESERVED)) // self.block_size
+        if sequence.rates_prompt:  # each prompt token still to be rated takes the logits before it, so it must be computed
+            num_matchable = min(num_matchable, sequence.num_rated // self.block_size)
         hits = self._index.match(sequence.block_keys, sequence.spec.cache_salt, sequence.token_ids, num_matchable)
         num_missing = num_known - len(hits)
         if num_missing + headroom > self.allocator.num_available - self.allocator.num_available_of(hits):

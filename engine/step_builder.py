@@ -7,7 +7,7 @@ sequence is.
 
 from __future__ import annotations
 
-from engine.batch import SampleRow, StepBatch, TableUpdate
+from engine.batch import PromptRows, SampleRow, StepBatch, TableUpdate
 from engine.sequence import Sequence
 
 
@@ -50,6 +50,8 @@ class StepBuilder:
         if num_tabled < len(block_ids):
             batch.table_updates.append(TableUpdate(sequence.table_row, num_tabled, tuple(block_ids[num_tabled:])))
             sequence.num_tabled_blocks = len(block_ids)
+        if sequence.rates_prompt:
+            self._add_prompt_rows(sequence, start, end)
         if end == len(known):
             spec = sequence.spec
             token_index, stop = end - spec.num_prompt_tokens, spec.stop
@@ -57,6 +59,15 @@ class StepBuilder:
             batch.sample_rows.append(SampleRow(len(self.scheduled), token_index, spec.sampling, forbidden, sequence.extras))
         self.scheduled.append(sequence)
         self.num_scheduled.append(num_tokens)
+
+    def _add_prompt_rows(self, sequence: Sequence, start: int, end: int) -> None:
+        """The tokens [start, end) have just been added: the row of each rates the token behind it, as far as that is prompt and new."""
+        first, last = max(start, sequence.num_rated), min(end, sequence.spec.num_prompt_tokens - 1)
+        if first < last:
+            row = len(self._batch.token_ids) - (end - first)
+            token_ids = tuple(sequence.token_ids[first + 1 : last + 1])
+            num_logprobs = sequence.spec.num_prompt_logprobs or 0
+            self._batch.prompt_rows.append(PromptRows(len(self.scheduled), row, token_ids, num_logprobs))
 
     def build(self) -> StepBatch | None:
         """The step's batch; None if nothing was scheduled."""

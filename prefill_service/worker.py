@@ -31,7 +31,14 @@ from common.types import FinishReason, PrefillTimeline
 from engine import commands
 from engine.commands import Command, Event, SequenceSpec, StepEvents
 from engine.serving.sequence_input import is_nameable, parse_attempt, parse_handoff_id, parse_sequence
-from engine.serving.session import RouterSession, attempt_key, attempt_message, failed_message, tokens_message
+from engine.serving.session import (
+    RouterSession,
+    attempt_key,
+    attempt_message,
+    failed_message,
+    prompt_logprobs_message,
+    tokens_message,
+)
 from kvtransfer.endpoint import KVEndpoint
 from kvtransfer.sender import HandoffOutcome, KVSender
 
@@ -210,6 +217,9 @@ class PrefillWorker:
                 attempt.first_token_s = now
                 attempt.first_token_id = event.token_ids[0]
                 attempt.session.post(pb.Event(attempt=attempt_message(attempt.key), tokens=tokens_message(event)))
+            case commands.PromptLogprobs():
+                rated = prompt_logprobs_message(event)
+                attempt.session.post(pb.Event(attempt=attempt_message(attempt.key), prompt_logprobs=rated))
             case commands.SequenceEnded():
                 self._on_ended(attempt, event)
             case commands.Refused():

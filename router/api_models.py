@@ -57,6 +57,8 @@ class CompletionRequest(GenerationRequest):
     """`prompt` is checked by hand in `validation`: a union of list types would try each member on every token id."""
 
     prompt: Any
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=LOGPROBS_MAX)] | None = None
 
 
@@ -111,7 +113,6 @@ UNSUPPORTED_PARAMETERS: dict[str, tuple[Any, ...]] = {
     "prompt_logprobs": (),
     "best_of": (1,),
     "suffix": (),
-    "echo": (False,),
     "use_beam_search": (False,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),

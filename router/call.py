@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from common.errors import BatonError
 from router.admission import Permit
 from router.completion import Completion
-from router.logprobs import Ratings
+from router.logprobs import PromptRatings, Ratings
 from router.merge import TokenMerge
 from router.output import OutputBuffer
 from router.request import ValidRequest
@@ -51,6 +51,8 @@ class Call:
         self.completion = completion
         self.created_wall_s = created_wall_s
         self.ratings = ratings  # None: nobody asked for logprobs
+        self.prompt_ratings = PromptRatings()
+        self.num_echoed_chars = 0
         self.merge = TokenMerge()
         self.retries = RetryState()
         self.epoch = 0
@@ -61,6 +63,11 @@ class Call:
     @property
     def has_emitted(self) -> bool:
         return self.merge.next_index > 0
+
+    @property
+    def num_completion_tokens(self) -> int:
+        """Tokens that the client sees and is told of."""
+        return self.completion.num_tokens if self.request.has_completion else 0
 
     def timeout_s(self, settings: OrchestratorSettings) -> float:
         """Seconds from arrival that this request may take: the client's own deadline within the operator's."""

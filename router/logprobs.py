@@ -20,11 +20,14 @@ LOGPROB_MIN = -9999.0
 
 @dataclass(frozen=True, slots=True)
 class NamedToken:
-    """A token by what it stands for; `text` of bytes that are no UTF-8 by themselves is `bytes:` with their escapes."""
+    """A token by what it stands for; `text` of bytes that are no UTF-8 by themselves is `bytes:` with their escapes.
+
+    `logprob` None: nothing came before the token that could have made it likely (the first one of a prompt).
+    """
 
     text: str
     data: bytes
-    logprob: float
+    logprob: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,30 @@ class TokenNames(Protocol):
     def token_text(self, token_id: int) -> str: ...
 
     def token_bytes(self, token_id: int) -> bytes: ...
+
+
+class PromptRatings:
+    """The logprobs of a prompt's tokens, as an attempt reports them; a new attempt starts over."""
+
+    def __init__(self) -> None:
+        self._noted: list[TokenLogprobs] = []
+
+    def begin_attempt(self) -> None:
+        self._noted.clear()
+
+    def note(self, first_position: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Raises Internal for a gap or a repetition: each position comes once, in order."""
+        if first_position != len(self._noted) + 1:
+            raise Internal(f"logprobs of prompt position {first_position} came, {len(self._noted) + 1} was due")
+        self._noted.extend(logprobs)
+
+    def take(self, token_ids: Sequence[int], offsets: Sequence[int], names: TokenNames) -> tuple[RatedToken, ...]:
+        """All tokens of the prompt. Raises Internal if a worker left some out."""
+        if len(self._noted) != len(token_ids) - 1:
+            raise Internal(f"the worker rated {len(self._noted)} of {len(token_ids) - 1} prompt tokens")
+        first = RatedToken(NamedToken(names.token_text(token_ids[0]), names.token_bytes(token_ids[0]), None), offsets[0], ())
+        rest = zip(token_ids[1:], offsets[1:], self._noted, strict=True)
+        return (first, *(rated_token(names, token_id, offset, value) for token_id, offset, value in rest))
 
 
 class Ratings:
@@ -63,13 +90,18 @@ class Ratings:
             if value is None:
                 raise Internal(f"the worker sent no logprobs of completion token {self._next_index}")
             self._next_index += 1
-            top = tuple(self._named(other, logprob) for other, logprob in value.top)
-            rated.append(RatedToken(self._named(token_id, value.logprob), offset, top))
+            rated.append(rated_token(self._names, token_id, offset, value))
         return tuple(rated)
 
-    def _named(self, token_id: int, logprob: float) -> NamedToken:
-        shown = logprob if math.isfinite(logprob) else LOGPROB_MIN
-        return NamedToken(self._names.token_text(token_id), self._names.token_bytes(token_id), shown)
+
+def rated_token(names: TokenNames, token_id: int, offset: int, value: TokenLogprobs) -> RatedToken:
+    top = tuple(_named(names, other, logprob) for other, logprob in value.top)
+    return RatedToken(_named(names, token_id, value.logprob), offset, top)
+
+
+def _named(names: TokenNames, token_id: int, logprob: float) -> NamedToken:
+    shown = logprob if math.isfinite(logprob) else LOGPROB_MIN
+    return NamedToken(names.token_text(token_id), names.token_bytes(token_id), shown)
 
 
 def completion_logprobs(tokens: Sequence[RatedToken]) -> dict[str, Any]:
@@ -77,7 +109,10 @@ def completion_logprobs(tokens: Sequence[RatedToken]) -> dict[str, Any]:
     return {
         "tokens": [rated.token.text for rated in tokens],
         "token_logprobs": [rated.token.logprob for rated in tokens],
-        "top_logprobs": [{other.text: other.logprob for other in (*rated.top, rated.token)} for rated in tokens],
+        "top_logprobs": [
+            None if rated.token.logprob is None else {other.text: other.logprob for other in (*rated.top, rated.token)}
+            for rated in tokens
+        ],
         "text_offset": [rated.offset for rated in tokens],
     }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import replace
 
 from common.clock import Clock
 from common.errors import (
@@ -31,7 +32,7 @@ from router.attempt import Attempt
 from router.call import Call, OrchestratorSettings, RetrySlot
 from router.clients import WorkerPool
 from router.completion import Completion
-from router.events import Finished, HandedOver, LegEvent, LegRole, Prefilled, Tokens
+from router.events import Finished, HandedOver, LegEvent, LegRole, Prefilled, PromptRated, Tokens
 from router.fleet import Fleet
 from router.journal import Journal
 from router.logprobs import RatedToken, Ratings
@@ -142,10 +143,11 @@ class Orchestrator:
         if error is None:
             assert call.completion.finish_reason is not None
             state = "finished"
-            usage = Usage(call.request.num_prompt_tokens, call.completion.num_tokens, call.timeline.num_cached_tokens)
+            usage = Usage(call.request.num_prompt_tokens, call.num_completion_tokens, call.timeline.num_cached_tokens)
             token_ids = call.merge.tokens[: usage.num_completion_tokens]
             shown = call.timeline.public(call.request.request_id) | {"token_ids": list(token_ids)}
-            call.output.end(Ended(call.completion.finish_reason, usage, shown))
+            reason = call.completion.finish_reason if call.request.has_completion else FinishReason.LENGTH
+            call.output.end(Ended(reason, usage, shown))
         else:
             state = "cancelled" if isinstance(error, ClientCancelled) else "failed"
             call.output.end(Errored(error))
@@ -242,6 +244,8 @@ class Orchestrator:
     async def _attempt(self, call: Call, placement: Placement, slot: RetrySlot) -> None:
         attempt = Attempt(AttemptKey(call.request.request_id, call.epoch), placement, self._pool)
         call.merge.begin_attempt()
+        if not call.has_emitted:
+            call.prompt_ratings.begin_attempt()
         call.timeline.num_attempts += 1
         reason = "attempt failed"
         try:
@@ -267,6 +271,7 @@ class Orchestrator:
             request.stop,
             max(left_s, 0.001),
             request.num_logprobs,
+            None if call.has_emitted else request.num_prompt_logprobs,
             request.context.cache_salt,
         )
 
@@ -324,8 +329,24 @@ class Orchestrator:
         ):  # each token's logprobs leave with the event that brought it, also while its text is held back
             num_new = completion.num_tokens - num_before
             rated = call.ratings.take(tokens[:num_new], completion.offsets[num_before:])
+        if not call.request.has_completion:
+            text, rated = "", ()
+        if is_first and call.request.echoes_prompt:
+            echoed, prompt_rated = self._echo(call)
+            call.output.put_prompt(echoed, prompt_rated)
+            call.num_echoed_chars = len(echoed)
+        if call.num_echoed_chars:
+            rated = tuple(replace(token, offset=token.offset + call.num_echoed_chars) for token in rated)
         if text or rated or is_first:
             self._emit(call, text, rated)
+
+    def _echo(self, call: Call) -> tuple[str, tuple[RatedToken, ...]]:
+        """The prompt as the client gets it back. Its logprobs were reported before the first token."""
+        token_ids = call.request.prompt_token_ids
+        text, offsets = self._tokenizer.echo(token_ids)
+        if call.request.num_prompt_logprobs is None:
+            return text, ()
+        return text, call.prompt_ratings.take(token_ids, offsets, self._tokenizer)
 
     def _emit(self, call: Call, text: str, rated: tuple[RatedToken, ...] = ()) -> None:
         if not call.output.put(text, rated):
@@ -335,7 +356,9 @@ class Orchestrator:
     def _note(self, call: Call, event: LegEvent) -> None:
         """Keeps what an event says about the timeline."""
         timeline = call.timeline
-        if isinstance(event, Prefilled):
+        if isinstance(event, PromptRated):
+            call.prompt_ratings.note(event.first_position, event.logprobs)
+        elif isinstance(event, Prefilled):
             timeline.first_prefill = timeline.first_prefill or event.timeline
         elif isinstance(event, HandedOver):
             timeline.handoff = event.timeline

@@ -64,7 +64,7 @@ class OutputBuffer:
     def put(self, text: str, rated: Sequence[RatedToken] = ()) -> bool:
         """False, and nothing kept, when the client is too far behind."""
         num_chars = len(text) + CHARS_OF_LOGPROB * sum(1 + len(token.top) for token in rated)
-        if self._num_chars + num_chars > self._chars_max and self._pieces:
+        if self._num_chars + num_chars > self._chars_max and self._num_chars:
             self.overflowed.set()
             return False
         self._pieces.append(text)
@@ -72,6 +72,12 @@ class OutputBuffer:
         self._num_chars += num_chars
         self._wake.set()
         return True
+
+    def put_prompt(self, text: str, rated: Sequence[RatedToken]) -> None:
+        """An echoed prompt, which comes once, before all else; the client sent it, so it does not count as being behind."""
+        self._pieces.append(text)
+        self._rated.extend(rated)
+        self._wake.set()
 
     def end(self, item: Ended | Errored) -> None:
         if self._end is None:

@@ -57,10 +57,17 @@ class ValidRequest:
     stop: StopConditions
     stop_strings: tuple[str, ...]
     num_logprobs: int | None  # alternatives with each token, None for no logprobs
+    echoes_prompt: bool  # the answer begins with the prompt, and with its logprobs where those are wanted
+    has_completion: bool  # False: only the prompt is wanted; one token is computed and not shown
     stream: bool
     include_usage: bool
     wants_timeline: bool
     context: RequestContext
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Alternatives with each prompt token; None where the prompt is not rated."""
+        return self.num_logprobs if self.echoes_prompt else None
 
     @property
     def num_prompt_tokens(self) -> int:

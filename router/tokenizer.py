@@ -98,6 +98,18 @@ class ModelTokenizer:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
+    def echo(self, token_ids: Sequence[int]) -> tuple[str, list[int]]:
+        """A prompt's text, special tokens as their names, and where in it each token begins, in characters."""
+        detokenizer, pieces, offsets, num_chars = self.detokenizer(), [], [], 0
+        for token_id in token_ids:
+            offsets.append(num_chars)
+            is_special = token_id in self._special_ids
+            piece = detokenizer.finish() + self.token_text(token_id) if is_special else detokenizer.push(token_id)
+            pieces.append(piece)
+            num_chars += len(piece)
+        pieces.append(detokenizer.finish())
+        return "".join(pieces), offsets
+
     def _token_bytes(self, token_id: int) -> bytes:
         """The bytes a token stands for in a byte-level vocabulary; special tokens and ids beyond the vocabulary have none."""
         known = self._bytes_by_id.get(token_id)

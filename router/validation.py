@@ -94,6 +94,10 @@ class Validator:
         self, body: CompletionRequest, request_id: RequestId, limit_tokens: int, context: RequestContext = NO_CONTEXT
     ) -> ValidRequest:
         self._check_common(body)
+        if body.max_tokens == 0 and not body.echo:
+            raise InvalidRequest(
+                "'max_tokens' is 0, which is only allowed with 'echo': true", param="max_tokens", code="invalid_value"
+            )
         token_ids = await self._completion_prompt(body.prompt)
         has_max_tokens = "max_tokens" in body.model_fields_set
         max_tokens = body.max_tokens if has_max_tokens else COMPLETION_MAX_TOKENS_DEFAULT
@@ -110,6 +114,7 @@ class Validator:
             limit_tokens,
             body.logprobs,
             context,
+            echoes_prompt=bool(body.echo),
         )
 
     async def chat(
@@ -224,6 +229,8 @@ class Validator:
         limit_tokens: int,
         num_logprobs: int | None,
         context: RequestContext,
+        *,
+        echoes_prompt: bool = False,
     ) -> ValidRequest:
         if not token_ids:
             raise InvalidRequest(f"'{prompt_param}' is empty: it has no tokens", param=prompt_param, code="empty_prompt")
@@ -241,7 +248,7 @@ class Validator:
                 param=max_tokens_param,
                 code="context_length_exceeded",
             )
-        max_new_tokens = num_left if max_tokens is None else max_tokens
+        max_new_tokens = num_left if max_tokens is None else max(1, max_tokens)
         ignore_eos = bool(body.ignore_eos)
         stop_ids = {*(body.stop_token_ids or ()), *(() if ignore_eos else self._tokenizer.eos_token_ids)}
         return ValidRequest(
@@ -258,6 +265,8 @@ class Validator:
             ),
             stop_strings=_stop_strings(body.stop),
             num_logprobs=num_logprobs,
+            echoes_prompt=echoes_prompt,
+            has_completion=max_tokens != 0,
             stream=bool(body.stream),
             include_usage=bool(body.stream_options is not None and body.stream_options.include_usage),
             wants_timeline=bool(body.timeline),

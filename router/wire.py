@@ -21,6 +21,7 @@ def sequence_spec(
     stop: StopConditions,
     deadline_s: float,
     num_logprobs: int | None,
+    num_prompt_logprobs: int | None,
     cache_salt: bytes,
 ) -> pb.SequenceSpec:
     return pb.SequenceSpec(
@@ -30,6 +31,7 @@ def sequence_spec(
         stop=convert.stop_to_pb(stop),
         deadline_s=deadline_s,
         logprobs=num_logprobs,
+        prompt_logprobs=num_prompt_logprobs,
         cache_salt=cache_salt,
     )
 

@@ -96,6 +96,7 @@ def parse_sequence(attempt: pb.Attempt, message: pb.SequenceSpec, *, vocab_size:
         stop=convert.stop_from_pb(message.stop),
         cache_salt=message.cache_salt,
         num_logprobs=message.logprobs if message.HasField("logprobs") else None,
+        num_prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
     )
 
 
@@ -112,5 +113,5 @@ def _check_options(message: pb.SequenceSpec, vocab_size: int) -> None:
         raise InvalidRequest(f"num_choices is {message.num_choices}, this worker computes one", param="n")
     if message.grammar:
         raise InvalidRequest("this worker knows no grammars", param="response_format")
-    if message.HasField("prompt_logprobs"):
-        raise InvalidRequest("this worker gives no logprobs of prompts", param="prompt_logprobs")
+    if message.prompt_logprobs > LOGPROBS_MAX:
+        raise InvalidRequest(f"prompt_logprobs is {message.prompt_logprobs}, at most {LOGPROBS_MAX}", param="prompt_logprobs")

@@ -19,7 +19,7 @@ from common.ids import ID_LENGTH_MAX, AttemptKey, RequestId
 from common.rpc import convert
 from common.rpc import serving_pb2 as pb
 from common.rpc import serving_pb2_grpc as pb_grpc
-from engine.commands import Sampled
+from engine.commands import PromptLogprobs, Sampled
 
 LOG = log.get_logger("worker.session")
 
@@ -151,6 +151,12 @@ def tokens_message(event: Sampled) -> pb.Tokens:
         token_ids=event.token_ids,
         choice=event.choice,
         logprobs=[convert.logprobs_to_pb(logprobs) for logprobs in event.logprobs],
+    )
+
+
+def prompt_logprobs_message(event: PromptLogprobs) -> pb.PromptLogprobs:
+    return pb.PromptLogprobs(
+        first_position=event.first_position, logprobs=[convert.logprobs_to_pb(logprobs) for logprobs in event.logprobs]
     )
 
 

@@ -165,6 +165,29 @@ def test_logprobs_are_equal_on_both_ways_and_those_of_transformers(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+def test_scored_prompts_are_equal_on_both_ways_and_those_of_transformers(
+    model: Path, prompts: list[list[int]], aggregated: Fleet, disaggregated: Fleet
+) -> None:
+    """The request of lm-eval: token ids, echo, logprobs, one token or none. Warm too: a prefix hit must leave nothing out."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    causal_lm = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    for prompt in prompts[1::4]:
+        with torch.inference_mode():
+            logits = causal_lm(torch.tensor([prompt])).logits[0, :-1].double()
+        expected = torch.log_softmax(logits, dim=-1).gather(1, torch.tensor(prompt[1:])[:, None]).squeeze(1).tolist()
+        for max_tokens in (1, 0):
+            options = {"temperature": 0, "echo": True, "logprobs": 1, "max_tokens": max_tokens}
+            alone = complete(aggregated, prompt, **options)["choices"][0]  # type: ignore[index]
+            assert complete(disaggregated, prompt, **options)["choices"][0] == alone  # type: ignore[index]
+            values = alone["logprobs"]["token_logprobs"]
+            assert values[0] is None and len(values) == len(prompt) + max_tokens
+            assert values[1 : len(prompt)] == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_penalties_and_bias_are_equal_on_both_ways_and_change_the_answer(
     prompts: list[list[int]], reference: list[list[int]], aggregated: Fleet, disaggregated: Fleet
 ) -> None:

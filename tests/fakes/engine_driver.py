@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from common.ids import AttemptKey, RequestId
-from common.types import FinishReason, SamplingParams, StopConditions
+from common.types import FinishReason, SamplingParams, StopConditions, TokenLogprobs
 from engine.batch import StepBatch
 from engine.block_allocator import BlockAllocator
-from engine.commands import ChunkComputed, Command, Event, Refused, Reserved, Sampled, SequenceEnded, SequenceSpec
+from engine.commands import ChunkComputed, Command, Event, PromptLogprobs, Refused, Reserved, Sampled, SequenceEnded, SequenceSpec
 from engine.prefix_index import PrefixIndex
 from engine.scheduler import Scheduler, SchedulerSettings
 from tests.fakes.kv_oracle import FakeRunner
@@ -55,6 +55,7 @@ class Outcome:
     refused: Refused | None = None
     reserved: Reserved | None = None
     chunks: list[ChunkComputed] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     @property
     def reason(self) -> FinishReason | None:
@@ -147,5 +148,9 @@ class EngineDriver:
                     outcome.reserved = event
                 case ChunkComputed():
                     outcome.chunks.append(event)
+                case PromptLogprobs():
+                    assert outcome.first_index is None, "logprobs of the prompt come before the first token"
+                    assert event.first_position == len(outcome.prompt_logprobs) + 1, f"{event}: a position is lost or repeated"
+                    outcome.prompt_logprobs.extend(event.logprobs)
         self.check()
         return events

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from common.types import SamplingParams
-from engine.batch import SampleRow, StepBatch, StepResults
+from common.types import SamplingParams, TokenLogprobs
+from engine.batch import PromptRows, SampleRow, StepBatch, StepResults
 from engine.commands import SequenceSpec
 from kvtransfer.copier import DIGEST_BYTES
 
@@ -89,7 +89,20 @@ class FakeRunner:
                 position = batch.positions[index]
                 previous = self._read(batch, row, position - 1) if position else 0
                 self.slots[batch.slot_mapping[index]] = link(previous, batch.token_ids[index], position)
-        return StepResults([self._sample(batch, row) for row in batch.sample_rows])
+        tokens = [self._sample(batch, row) for row in batch.sample_rows]
+        return StepResults(tokens, prompt_logprobs=[self._rate(batch, rows) for rows in batch.prompt_rows])
+
+    def _rate(self, batch: StepBatch, rows: PromptRows) -> tuple[TokenLogprobs, ...]:
+        """Not likelihoods, but what a test can check: minus the position of the row, and the token that it rates."""
+        start, end = batch.query_starts[rows.sequence_index : rows.sequence_index + 2]
+        indexes = range(rows.first_row, rows.first_row + len(rows.token_ids))
+        assert start <= indexes[0] and indexes[-1] < end, f"prompt rows {indexes} of tokens {start} to {end}"
+        for index, token_id in zip(indexes[:-1], rows.token_ids, strict=False):
+            assert batch.token_ids[index + 1] == token_id, f"row {index} rates another token than the one behind it"
+        return tuple(
+            TokenLogprobs(-float(batch.positions[index]), ((token_id, 0.0),))
+            for index, token_id in zip(indexes, rows.token_ids, strict=True)
+        )
 
     def _sample(self, batch: StepBatch, row: SampleRow) -> int:
         context_len = batch.context_lens[row.sequence_index]

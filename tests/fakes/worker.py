@@ -57,6 +57,28 @@ def tokens_message(spec: pb.SequenceSpec, first_index: int, token_ids: list[int]
     return message
 
 
+def prompt_logprobs_events(attempt: pb.Attempt, spec: pb.SequenceSpec) -> list[pb.Event]:
+    """In two pieces, as from two chunks. The value of position p is `fake_logprob(p)`, the one alternative is the token itself."""
+    if not spec.HasField("prompt_logprobs"):
+        return []
+    end = spec.num_prompt_tokens
+    pieces = [range(1, (end + 1) // 2), range((end + 1) // 2, end)]
+    return [
+        pb.Event(
+            attempt=attempt,
+            prompt_logprobs=pb.PromptLogprobs(
+                first_position=piece[0],
+                logprobs=[
+                    pb.TokenLogprobs(logprob=fake_logprob(p), top_ids=[spec.token_ids[p]], top_logprobs=[fake_logprob(p)])
+                    for p in piece
+                ],
+            ),
+        )
+        for piece in pieces
+        if piece
+    ]
+
+
 @dataclass
 class Script:
     """What goes wrong. Indexes are token indexes of the completion; None means it does not happen.
@@ -253,7 +275,12 @@ class FakeWorker(serving_pb2_grpc.WorkerServicer):
             received_s=50.0, scheduled_s=50.001, computed_s=50.004, first_token_s=50.005, num_cached_tokens=2, num_chunks=1
         )
         tokens = tokens_message(spec, index, [token])
-        self._send(queue, pb.Event(attempt=message.attempt, tokens=tokens), pb.Event(attempt=message.attempt, prefilled=timeline))
+        self._send(
+            queue,
+            *prompt_logprobs_events(message.attempt, spec),
+            pb.Event(attempt=message.attempt, tokens=tokens),
+            pb.Event(attempt=message.attempt, prefilled=timeline),
+        )
         if token in spec.stop.stop_token_ids or index + 1 >= spec.stop.max_new_tokens:
             reason = "stop" if token in spec.stop.stop_token_ids else "length"
             self._send(queue, pb.Event(attempt=message.attempt, finished=pb.Finished(reason=reason, num_tokens=index + 1)))
@@ -296,6 +323,7 @@ class FakeWorker(serving_pb2_grpc.WorkerServicer):
             if is_end or len(pending) >= self.script.tokens_per_message:
                 events = [pb.Event(attempt=message.attempt, tokens=tokens_message(spec, index + 1 - len(pending), pending))]
                 if is_local and is_first:
+                    events = prompt_logprobs_events(message.attempt, spec) + events
                     events.append(
                         pb.Event(
                             attempt=message.attempt,

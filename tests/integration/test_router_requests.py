@@ -133,6 +133,46 @@ async def test_logprobs_of_text_that_a_stop_string_holds_back_are_not_lost() -> 
         assert "".join(event["choices"][0]["text"] for event in events[:-1]) == text[:6]
 
 
+async def test_echo_gives_the_prompt_back_with_its_logprobs() -> None:
+    async with running_router(next_token=letter) as harness:
+        choice = (await complete(harness, max_tokens=4, echo=True, logprobs=1))["choices"][0]
+        assert choice["text"] == PROMPT + letters(4)
+        logprobs = choice["logprobs"]
+        assert logprobs["tokens"] == list(PROMPT + letters(4)) and logprobs["text_offset"] == list(range(len(PROMPT) + 4))
+        expected = [None, *(fake_logprob(position) for position in range(1, len(PROMPT))), *map(fake_logprob, range(4))]
+        assert logprobs["token_logprobs"] == expected
+        assert logprobs["top_logprobs"][0] is None and logprobs["top_logprobs"][3] == {PROMPT[3]: fake_logprob(3)}
+        assert harness.prefill[0].specs[0].prompt_logprobs == 1
+        events = await stream(harness, max_tokens=4, echo=True, logprobs=1)
+        pieces = [event["choices"][0]["logprobs"] for event in events[:-1] if event["choices"][0]["logprobs"]]
+        assert {name: sum((piece[name] for piece in pieces), []) for name in logprobs} == logprobs
+        assert "".join(event["choices"][0]["text"] for event in events[:-1]) == PROMPT + letters(4)
+        plain = (await complete(harness, max_tokens=4, echo=True))["choices"][0]
+        assert plain["text"] == PROMPT + letters(4) and plain["logprobs"] is None
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, ids_of(PROMPT)])
+async def test_scoring_a_prompt_gives_no_token_and_never_touches_decode(prompt: Any) -> None:
+    async with running_router(next_token=letter) as harness:
+        body = await complete(harness, prompt=prompt, max_tokens=0, echo=True, logprobs=0)
+        text = prompt if isinstance(prompt, str) else PROMPT
+        (choice,) = body["choices"]
+        assert choice["text"] == text and choice["finish_reason"] == "length"
+        assert choice["logprobs"]["token_logprobs"] == [None, *(fake_logprob(p) for p in range(1, len(text)))]
+        assert body["usage"]["completion_tokens"] == 0 and body["usage"]["prompt_tokens"] == len(text)
+        assert not harness.decode[0].specs
+
+
+async def test_a_prompt_that_is_rated_again_after_a_failure_is_rated_once_in_the_answer() -> None:
+    async with running_router(num_prefill=2, next_token=letter) as harness:
+        for worker in harness.prefill:
+            worker.script.fail_kind_at = ("HandoffFailed", 0)
+            worker.script.refuse_kind, worker.script.refuse_times = "WorkerUnavailable", 1
+            break
+        choice = (await complete(harness, max_tokens=3, echo=True, logprobs=0))["choices"][0]
+        assert choice["text"] == PROMPT + letters(3) and len(choice["logprobs"]["tokens"]) == len(PROMPT) + 3
+
+
 async def test_logprobs_survive_the_death_of_a_decode_worker() -> None:
     async with running_router(num_decode=2, next_token=letter) as harness:
         for worker in harness.decode:

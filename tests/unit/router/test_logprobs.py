@@ -10,7 +10,7 @@ from tokenizers import decoders, models
 
 from common.errors import Internal
 from common.types import TokenLogprobs
-from router.logprobs import LOGPROB_MIN, Ratings, chat_logprobs, completion_logprobs
+from router.logprobs import LOGPROB_MIN, PromptRatings, Ratings, chat_logprobs, completion_logprobs
 from router.output import CHARS_OF_LOGPROB, OutputBuffer
 from router.tokenizer import ModelTokenizer
 from tests.unit.router.tiny_tokenizer import EOS_ID, ids_of, make_tokenizer
@@ -36,6 +36,27 @@ def test_tokens_come_out_once_in_order_however_they_arrived() -> None:
 def test_a_token_without_logprobs_is_the_fleets_mistake() -> None:
     with pytest.raises(Internal, match="completion token 0"):
         Ratings(make_tokenizer()).take([A], [0])
+
+
+def test_prompt_logprobs_come_whole_or_not_at_all() -> None:
+    tokenizer, ratings = make_tokenizer(), PromptRatings()
+    ratings.note(1, [rated(-1.0)])
+    with pytest.raises(Internal, match="position 3 came, 2 was due"):
+        ratings.note(3, [rated(-1.0)])
+    with pytest.raises(Internal, match="rated 1 of 2 prompt tokens"):
+        ratings.take([A, B, A], [0, 1, 2], tokenizer)
+    ratings.note(2, [rated(-2.0)])
+    assert [token.token.logprob for token in ratings.take([A, B, A], [0, 1, 2], tokenizer)] == [None, -1.0, -2.0]
+    ratings.begin_attempt()
+    ratings.note(1, [rated(-1.0)])
+    assert len(ratings.take([A, B], [0, 1], tokenizer)) == 2
+    ratings.begin_attempt()
+    assert [token.text for token in (ratings.take([A], [0], tokenizer)[0].token,)] == ["a"], "one token: nothing to rate"
+
+
+def test_an_echoed_prompt_shows_special_tokens_and_whole_characters() -> None:
+    ids = [*ids_of("é"), EOS_ID, *ids_of("b")]
+    assert make_tokenizer().echo(ids) == ("é<|end|>b", [0, 0, 1, 8])
 
 
 def test_pieces_of_characters_and_special_tokens_have_names() -> None:

@@ -61,7 +61,6 @@ BAD_VALUES: list[tuple[str, Any]] = [
     *[("presence_penalty", v) for v in (3, [], True)],
     *[("repetition_penalty", v) for v in (0, -1, 10.5, "1")],
     *[("best_of", v) for v in (2, 0)],
-    *[("echo", v) for v in (True,)],
     *[("suffix", v) for v in ("x",)],
     *[("tools", v) for v in ([{"type": "function"}],)],
     *[("response_format", v) for v in ({"type": "json_object"},)],
@@ -107,6 +106,22 @@ async def test_penalties_and_bias_reach_the_sampling_parameters() -> None:
         assert sampling.logit_bias == ((4, -100.0), (30, 2.0))
         plain = (await call()).sampling
         assert not plain.has_penalties and plain.logit_bias == ()
+
+
+async def test_echo_is_for_completions_and_allows_no_completion_at_all() -> None:
+    request = await complete(echo=True, max_tokens=0, logprobs=1)
+    assert request.echoes_prompt and not request.has_completion and request.num_prompt_logprobs == 1
+    assert request.stop.max_new_tokens == 1, "one token is computed all the same"
+    assert (await complete(echo=True, max_tokens=5)).has_completion and (await complete(echo=True)).num_prompt_logprobs is None
+    plain = await complete(logprobs=3)
+    assert not plain.echoes_prompt and plain.num_prompt_logprobs is None and plain.has_completion
+    with pytest.raises(InvalidRequest, match="'max_tokens' is 0, which is only allowed with 'echo'"):
+        await complete(max_tokens=0, echo=False)
+    for value in (1, "yes", []):
+        with pytest.raises(InvalidRequest, match="echo"):
+            await complete(echo=value)
+    with pytest.raises(InvalidRequest, match="echo"):
+        await chat(echo=True)
 
 
 async def test_logprobs_are_a_number_for_completions_and_a_switch_with_a_number_for_chats() -> None:
