@@ -43,12 +43,12 @@ class Admission:
     is_draining: bool = False
     _ended_at: deque[float] = field(default_factory=lambda: deque(maxlen=_ENDED_WINDOW))
 
-    def check(self, now: float) -> None:
-        """Raises what `try_acquire` would raise now; takes nothing."""
+    def check(self, now: float, count: int = 1) -> None:
+        """Raises what taking `count` permits would raise now; takes nothing."""
         if self.is_draining:
             self.num_refused += 1
             raise Draining("the router is shutting down", retry_after_s=RETRY_AFTER_MIN_S)
-        if self.num_active >= self.requests_max:
+        if self.num_active + count > self.requests_max:
             self.num_refused += 1
             raise Overloaded(
                 f"{self.num_active} requests are being served, the limit is {self.requests_max}",
@@ -61,6 +61,11 @@ class Admission:
         self.check(now)
         self.num_active += 1
         return Permit(self)
+
+    def try_acquire_many(self, now: float, count: int) -> list[Permit]:
+        """`count` permits or none of them."""
+        self.check(now, count)
+        return [self.try_acquire(now) for _ in range(count)]
 
     def retry_after_s(self, now: float) -> float:
         if len(self._ended_at) < 2:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import FastAPI
@@ -27,12 +27,14 @@ from common.ids import RequestId, new_request_id
 from common.types import Role
 from router.access.gate import SCOPE_KEY_ID, AccessGate, cache_salt_of
 from router.admission import Admission
+from router.answer import Answer
 from router.api_models import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from router.fleet import Fleet
 from router.metrics import RouterMetrics
 from router.models import model_list, model_object
 from router.openapi import add_schemas, body_of
 from router.orchestrator import Orchestrator
+from router.output import OutputSignals
 from router.request import Endpoint, RequestContext, ValidRequest
 from router.responses import error_headers, error_object
 from router.streaming import GenerationResponse
@@ -143,10 +145,14 @@ class RouterApp:
         context = self._context(request)
         valid = await self._validate(parse_json(await self._read_body(request)), endpoint, request_id, context)
         timeline.tokenised_s = self._clock.monotonic()
-        permit = self._admission.try_acquire(timeline.tokenised_s)
+        permits = self._admission.try_acquire_many(timeline.tokenised_s, len(valid))
         timeline.admitted_s = self._clock.monotonic()
-        call = self._orchestrator.start(valid, timeline, permit)
-        return GenerationResponse(call, int(self._clock.wall()), self._clock, self._settings.sse_keep_alive_s)
+        signals = OutputSignals()
+        calls = [
+            self._orchestrator.start(prompt, replace(timeline), permit, signals)
+            for prompt, permit in zip(valid, permits, strict=True)
+        ]
+        return GenerationResponse(Answer(calls, signals), int(self._clock.wall()), self._clock, self._settings.sse_keep_alive_s)
 
     def _context(self, request: Request) -> RequestContext:
         key_id = request.scope.get(SCOPE_KEY_ID, "")
@@ -171,11 +177,12 @@ class RouterApp:
 
     async def _validate(
         self, raw: dict[str, Any], endpoint: Endpoint, request_id: RequestId, context: RequestContext
-    ) -> ValidRequest:
+    ) -> list[ValidRequest]:
         limit = self.limit_tokens()
         if endpoint is Endpoint.CHAT:
-            return await self._validator.chat(parse_generation(ChatCompletionRequest, raw), request_id, limit, context)
-        return await self._validator.completion(parse_generation(CompletionRequest, raw), request_id, limit, context)
+            return [await self._validator.chat(parse_generation(ChatCompletionRequest, raw), request_id, limit, context)]
+        body = parse_generation(CompletionRequest, raw)
+        return await self._validator.completions(body, request_id, limit, context, self._admission.requests_max)
 
     async def _read_body(self, request: Request) -> bytes:
         """The whole body, bounded in bytes and time. Raises InvalidRequest, DeadlineExceeded or ClientCancelled."""

@@ -37,7 +37,7 @@ from router.fleet import Fleet
 from router.journal import Journal
 from router.logprobs import RatedToken, Ratings
 from router.metrics import RouterMetrics
-from router.output import Ended, Errored, OutputBuffer, Usage
+from router.output import Ended, Errored, OutputBuffer, OutputSignals, Usage
 from router.placement import Demand, Placement, PlacementPolicy, place
 from router.report import report_request
 from router.request import ValidRequest
@@ -88,11 +88,11 @@ class Orchestrator:
     def num_active(self) -> int:
         return len(self._calls)
 
-    def start(self, request: ValidRequest, timeline: RequestTimeline, permit: Permit) -> Call:
-        """Begins to serve; the permit belongs to the call from here on."""
+    def start(self, request: ValidRequest, timeline: RequestTimeline, permit: Permit, signals: OutputSignals) -> Call:
+        """Begins to serve; the permit belongs to the call from here on. `signals` wake the reader of its output."""
         is_rated = request.num_logprobs is not None
         completion = Completion(request.stop, request.stop_strings, self._tokenizer.detokenizer(), keeps_offsets=is_rated)
-        output = OutputBuffer(self._settings.output_chars_max)
+        output = OutputBuffer(self._settings.output_chars_max, signals)
         ratings = Ratings(self._tokenizer) if is_rated else None
         call = Call(request, timeline, permit, completion, output, self._clock.wall(), ratings)
         self._calls.add(call)

@@ -49,52 +49,54 @@ class Errored:
 OutputItem = TextDelta | Ended | Errored
 
 
-class OutputBuffer:
-    """Text, then exactly one Ended or Errored. `overflowed` is set when the writer was refused."""
+class OutputSignals:
+    """What wakes a reader: `wake` when a buffer has something new, `overflowed` when a writer was refused. Buffers may share them."""
 
-    def __init__(self, chars_max: int) -> None:
+    def __init__(self) -> None:
+        self.wake = asyncio.Event()
+        self.overflowed = asyncio.Event()
+
+
+class OutputBuffer:
+    """Text, then exactly one Ended or Errored, taken by one reader that waits for the signals."""
+
+    def __init__(self, chars_max: int, signals: OutputSignals) -> None:
         self._chars_max = chars_max
+        self._signals = signals
         self._pieces: list[str] = []
         self._rated: list[RatedToken] = []
         self._num_chars = 0
         self._end: Ended | Errored | None = None
-        self._wake = asyncio.Event()
-        self.overflowed = asyncio.Event()
 
     def put(self, text: str, rated: Sequence[RatedToken] = ()) -> bool:
         """False, and nothing kept, when the client is too far behind."""
         num_chars = len(text) + CHARS_OF_LOGPROB * sum(1 + len(token.top) for token in rated)
         if self._num_chars + num_chars > self._chars_max and self._num_chars:
-            self.overflowed.set()
+            self._signals.overflowed.set()
             return False
         self._pieces.append(text)
         self._rated.extend(rated)
         self._num_chars += num_chars
-        self._wake.set()
+        self._signals.wake.set()
         return True
 
     def put_prompt(self, text: str, rated: Sequence[RatedToken]) -> None:
         """An echoed prompt, which comes once, before all else; the client sent it, so it does not count as being behind."""
         self._pieces.append(text)
         self._rated.extend(rated)
-        self._wake.set()
+        self._signals.wake.set()
 
     def end(self, item: Ended | Errored) -> None:
         if self._end is None:
             self._end = item
-            self._wake.set()
+            self._signals.wake.set()
 
-    async def get(self) -> OutputItem:
-        """All waiting text in one piece, or the end. Cancelling it loses nothing."""
-        while not self._pieces and self._end is None:
-            self._wake.clear()
-            await self._wake.wait()
-        if self._pieces:
-            text = "".join(self._pieces)
-            rated = tuple(self._rated)
-            self._pieces.clear()
-            self._rated.clear()
-            self._num_chars = 0
-            return TextDelta(text, rated)
-        assert self._end is not None
-        return self._end
+    def take(self) -> OutputItem | None:
+        """All waiting text in one piece, or the end, or None when there is nothing new."""
+        if not self._pieces:
+            return self._end
+        item = TextDelta("".join(self._pieces), tuple(self._rated))
+        self._pieces.clear()
+        self._rated.clear()
+        self._num_chars = 0
+        return item

@@ -13,7 +13,7 @@ from typing import Any
 
 from common.errors import BatonError
 from router.logprobs import RatedToken, chat_logprobs, completion_logprobs
-from router.output import Ended, Usage
+from router.output import Ended, TextDelta, Usage
 from router.request import Endpoint, ValidRequest
 
 SSE_KEEP_ALIVE = b": keep-alive\n\n"
@@ -29,23 +29,51 @@ def usage_object(usage: Usage) -> dict[str, Any]:
     }
 
 
-def full_response(request: ValidRequest, created: int, text: str, rated: Sequence[RatedToken], ended: Ended) -> dict[str, Any]:
-    choice: dict[str, Any] = {"index": 0, "finish_reason": ended.finish_reason.value, "logprobs": _logprobs(request, rated)}
-    if request.endpoint is Endpoint.CHAT:
-        choice["message"] = {"role": "assistant", "content": text, "refusal": None}
-    else:
-        choice["text"] = text
+class WholeChoice:
+    """One choice of an unstreamed answer as its items come."""
+
+    def __init__(self) -> None:
+        self._pieces: list[str] = []
+        self.rated: list[RatedToken] = []
+        self.ended: Ended | None = None
+
+    def add(self, item: TextDelta | Ended) -> None:
+        if isinstance(item, Ended):
+            self.ended = item
+        else:
+            self._pieces.append(item.text)
+            self.rated += item.rated
+
+    @property
+    def text(self) -> str:
+        return "".join(self._pieces)
+
+
+def full_response(request: ValidRequest, created: int, choices: Sequence[WholeChoice], usage: Usage) -> dict[str, Any]:
+    """Of choices that have all ended, in the order of their indexes."""
     response = {
         "id": request.request_id,
         "object": request.endpoint.value,
         "created": created,
         "model": request.model,
-        "choices": [choice],
-        "usage": usage_object(ended.usage),
+        "choices": [_choice(request, index, choice) for index, choice in enumerate(choices)],
+        "usage": usage_object(usage),
     }
-    if request.wants_timeline:
-        response["baton"] = ended.timeline
+    if request.wants_timeline and choices[0].ended is not None:
+        response["baton"] = choices[0].ended.timeline
     return response
+
+
+def _choice(request: ValidRequest, index: int, choice: WholeChoice) -> dict[str, Any]:
+    assert choice.ended is not None
+    shown = {
+        "index": index,
+        "finish_reason": choice.ended.finish_reason.value,
+        "logprobs": _logprobs(request, choice.rated),
+    }
+    if request.endpoint is Endpoint.CHAT:
+        return shown | {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
+    return shown | {"text": choice.text}
 
 
 class ChunkWriter:
@@ -66,21 +94,24 @@ class ChunkWriter:
 
     def start(self) -> bytes:
         """The first event: for chat the role, for completions nothing."""
-        return self._chunk({"role": "assistant", "content": ""}, None) if self._is_chat else b""
+        return self._chunk(0, {"role": "assistant", "content": ""}, None) if self._is_chat else b""
 
-    def text(self, text: str, rated: Sequence[RatedToken] = ()) -> bytes:
+    def text(self, index: int, text: str, rated: Sequence[RatedToken] = ()) -> bytes:
         if not text and not rated:
             return b""
         logprobs = _logprobs(self._request, rated) if rated else None
-        return self._chunk({"content": text} if self._is_chat else text, None, logprobs=logprobs)
+        return self._chunk(index, {"content": text} if self._is_chat else text, None, logprobs=logprobs)
 
-    def end(self, ended: Ended) -> bytes:
-        """The chunk with the finish reason, the usage chunk when asked for, and the end marker."""
+    def end(self, index: int, ended: Ended) -> bytes:
+        """The chunk with the finish reason of a choice."""
         extra = {"baton": ended.timeline} if self._request.wants_timeline else {}
-        body = self._chunk({} if self._is_chat else "", ended.finish_reason.value, extra)
-        if self._request.include_usage:
-            body += self._event({**self._head, "choices": [], "usage": usage_object(ended.usage)})
-        return body + self._done()
+        return self._chunk(index, {} if self._is_chat else "", ended.finish_reason.value, extra)
+
+    def done(self, usage: Usage) -> bytes:
+        """After the end of every choice: the usage chunk when asked for, and the end marker."""
+        if not self._request.include_usage:
+            return self._done()
+        return self._event({**self._head, "choices": [], "usage": usage_object(usage)}) + self._done()
 
     def error(self, error: BatonError) -> bytes:
         """The one error event after which the stream ends."""
@@ -88,13 +119,14 @@ class ChunkWriter:
 
     def _chunk(
         self,
+        index: int,
         content: dict[str, str] | str,
         finish_reason: str | None,
         extra: dict[str, Any] | None = None,
         logprobs: dict[str, Any] | None = None,
     ) -> bytes:
         choice: dict[str, Any] = {
-            "index": 0,
+            "index": index,
             "delta" if self._is_chat else "text": content,
             "finish_reason": finish_reason,
             "logprobs": logprobs,

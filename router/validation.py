@@ -32,6 +32,8 @@ Body = TypeVar("Body", bound=pydantic.BaseModel)
 COMPLETION_MAX_TOKENS_DEFAULT = 16
 """OpenAI's default of /v1/completions when `max_tokens` is absent; null means: what fits."""
 STOP_CHARS_MAX = 1024
+PROMPTS_MAX = 64
+"""Prompts of one request: each is served as a request of its own."""
 _PARAMS_SHOWN_MAX = 10
 
 
@@ -90,15 +92,38 @@ class Validator:
         if name != self._model_name:
             raise ModelNotFound(f"the model '{name[:128]}' does not exist", param="model", code="model_not_found")
 
-    async def completion(
-        self, body: CompletionRequest, request_id: RequestId, limit_tokens: int, context: RequestContext = NO_CONTEXT
-    ) -> ValidRequest:
+    async def completions(
+        self,
+        body: CompletionRequest,
+        request_id: RequestId,
+        limit_tokens: int,
+        context: RequestContext = NO_CONTEXT,
+        prompts_max: int = PROMPTS_MAX,
+    ) -> list[ValidRequest]:
+        """One request for each prompt of the body, in order; the ids of all but the first have a number behind them."""
         self._check_common(body)
         if body.max_tokens == 0 and not body.echo:
             raise InvalidRequest(
                 "'max_tokens' is 0, which is only allowed with 'echo': true", param="max_tokens", code="invalid_value"
             )
-        token_ids = await self._completion_prompt(body.prompt)
+        prompts = _prompts(body.prompt)
+        prompts_max = min(prompts_max, PROMPTS_MAX)
+        if len(prompts) > prompts_max:
+            raise InvalidRequest(
+                f"'prompt' has {len(prompts)} entries, at most {prompts_max} are taken", param="prompt", code="invalid_value"
+            )
+        if len(prompts) > 1 and body.timeline:
+            raise InvalidRequest("'timeline' is for a single prompt", param="timeline", code="invalid_value")
+        requests = []
+        for index, prompt in enumerate(prompts):
+            own_id = request_id if index == 0 else RequestId(f"{request_id}-{index}")
+            requests.append(await self._completion(body, prompt, own_id, limit_tokens, context))
+        return requests
+
+    async def _completion(
+        self, body: CompletionRequest, prompt: Any, request_id: RequestId, limit_tokens: int, context: RequestContext
+    ) -> ValidRequest:
+        token_ids = await self._completion_prompt(prompt)
         has_max_tokens = "max_tokens" in body.model_fields_set
         max_tokens = body.max_tokens if has_max_tokens else COMPLETION_MAX_TOKENS_DEFAULT
         if not has_max_tokens and token_ids:  # a default must not refuse a prompt that fits
@@ -172,15 +197,7 @@ class Validator:
             self._check_token_id(token_id, "stop_token_ids")
 
     async def _completion_prompt(self, prompt: Any) -> list[int]:
-        """A text, token ids, or a list with exactly one of these."""
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
-            if len(prompt) > 1:
-                raise InvalidRequest(
-                    f"'prompt' has {len(prompt)} entries, this server takes one prompt per request",
-                    param="prompt",
-                    code="unsupported_parameter",
-                )
-            prompt = prompt[0]
+        """A text or token ids."""
         if isinstance(prompt, str):
             return await self._tokenizer.encode(encodable(prompt, "prompt"), add_special_tokens=True)
         if not isinstance(prompt, list):
@@ -272,6 +289,13 @@ class Validator:
             wants_timeline=bool(body.timeline),
             context=context,
         )
+
+
+def _prompts(prompt: Any) -> list[Any]:
+    """The prompts of a body: a text or a list of token ids is one, a list of these is several."""
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        return prompt
+    return [prompt]
 
 
 def encodable(text: str, param: str) -> str:

@@ -133,6 +133,64 @@ async def test_logprobs_of_text_that_a_stop_string_holds_back_are_not_lost() -> 
         assert "".join(event["choices"][0]["text"] for event in events[:-1]) == text[:6]
 
 
+MANY = [PROMPT, "another prompt, which is longer than the first one", ids_of(PROMPT), "short"]
+
+
+def texts_of_many(num_tokens: int) -> list[str]:
+    prompts = [ids_of(prompt) if isinstance(prompt, str) else prompt for prompt in MANY]
+    return [make_tokenizer().decode(completion_tokens(prompt, num_tokens, 1, letter)) for prompt in prompts]
+
+
+async def test_several_prompts_are_answered_as_if_each_had_come_alone() -> None:
+    async with running_router(next_token=letter) as harness:
+        body = await complete(harness, prompt=MANY, max_tokens=6, logprobs=0)
+        assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
+        assert [choice["text"] for choice in body["choices"]] == texts_of_many(6)
+        assert ["".join(choice["logprobs"]["tokens"]) for choice in body["choices"]] == texts_of_many(6)
+        assert body["usage"]["completion_tokens"] == 24
+        assert body["usage"]["prompt_tokens"] == sum(len(prompt) for prompt in MANY)
+        alone = [(await complete(harness, prompt=prompt, max_tokens=6))["choices"][0]["text"] for prompt in MANY]
+        assert alone == texts_of_many(6)
+        ids = [line["request"] for line in harness.log_lines("request")][:4]
+        assert sorted(ids) == [body["id"], *(f"{body['id']}-{index}" for index in (1, 2, 3))]
+
+
+async def test_several_prompts_stream_side_by_side_and_end_once_each() -> None:
+    async with running_router(next_token=letter) as harness:
+        harness.decode[0].script.token_delay_s = 0.005
+        events = await stream(harness, prompt=MANY, max_tokens=6, stream_options={"include_usage": True})
+        assert events[-1] == "[DONE]" and events[-2]["choices"] == [] and events[-2]["usage"]["completion_tokens"] == 24
+        texts, reasons = {index: "" for index in range(4)}, []
+        for event in events[:-2]:
+            (choice,) = event["choices"]
+            texts[choice["index"]] += choice["text"]
+            reasons += [(choice["index"], choice["finish_reason"])] if choice["finish_reason"] else []
+        assert list(texts.values()) == texts_of_many(6)
+        assert sorted(reasons) == [(index, "length") for index in range(4)]
+        order = [event["choices"][0]["index"] for event in events[:-2]]
+        assert order != sorted(order), "one after the other, not side by side"
+
+
+async def test_one_prompt_that_fails_ends_all_and_leaves_nothing() -> None:
+    async with running_router(next_token=letter) as harness:
+        harness.decode[0].script.fail_kind_at = ("Internal", 3)
+        response = await harness.client.post(
+            "/v1/completions", json={"model": "tiny", "prompt": MANY, "seed": 1, "max_tokens": 6}
+        )
+        assert response.status_code == 500 and response.json()["error"]["kind"] == "Internal"
+        await harness.until(lambda: harness.router.orchestrator.num_active == 0)
+
+
+async def test_bad_lists_of_prompts_are_refused_by_name() -> None:
+    async with running_router(settings={"requests_max": 3}) as harness:
+        for prompt in (MANY, ["x"] * 65, [""], ["x", 5], ["x", []], [[1], "x", None], [[]], [True], [["x"]]):
+            response = await harness.client.post("/v1/completions", json={"model": "tiny", "prompt": prompt})
+            assert response.status_code == 400 and response.json()["error"]["param"] == "prompt", prompt
+        response = await harness.client.post("/v1/completions", json={"model": "tiny", "prompt": ["x", "y"], "timeline": True})
+        assert response.status_code == 400 and response.json()["error"]["param"] == "timeline"
+        assert not any(worker.specs for worker in harness.workers)
+
+
 async def test_echo_gives_the_prompt_back_with_its_logprobs() -> None:
     async with running_router(next_token=letter) as harness:
         choice = (await complete(harness, max_tokens=4, echo=True, logprobs=1))["choices"][0]

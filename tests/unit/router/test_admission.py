@@ -8,6 +8,17 @@ from common.errors import Draining, Overloaded
 from router.admission import Admission
 
 
+def test_several_permits_are_taken_together_or_not_at_all() -> None:
+    admission = Admission(requests_max=3)
+    permits = admission.try_acquire_many(0.0, 2)
+    with pytest.raises(Overloaded):
+        admission.try_acquire_many(0.0, 2)
+    assert admission.num_active == 2
+    for permit in permits:
+        permit.release(1.0)
+    assert len(admission.try_acquire_many(1.0, 3)) == 3
+
+
 def test_surplus_is_refused_with_retry_after() -> None:
     admission = Admission(requests_max=2)
     permits = [admission.try_acquire(0.0) for _ in range(2)]

@@ -11,7 +11,7 @@ from tokenizers import decoders, models
 from common.errors import Internal
 from common.types import TokenLogprobs
 from router.logprobs import LOGPROB_MIN, PromptRatings, Ratings, chat_logprobs, completion_logprobs
-from router.output import CHARS_OF_LOGPROB, OutputBuffer
+from router.output import CHARS_OF_LOGPROB, OutputBuffer, OutputSignals, TextDelta
 from router.tokenizer import ModelTokenizer
 from tests.unit.router.tiny_tokenizer import EOS_ID, ids_of, make_tokenizer
 
@@ -89,11 +89,14 @@ def test_shapes_hold_an_excluded_token_without_infinity() -> None:
     ]
 
 
-async def test_logprobs_count_in_the_buffer_of_a_slow_client() -> None:
+def test_logprobs_count_in_the_buffer_of_a_slow_client() -> None:
     ratings = Ratings(make_tokenizer())
     ratings.note(0, [rated(-1.0), rated(-2.0)])
     tokens = ratings.take([A, B], [0, 1])
-    output = OutputBuffer(4 * CHARS_OF_LOGPROB)
+    signals = OutputSignals()
+    output = OutputBuffer(4 * CHARS_OF_LOGPROB, signals)
     assert output.put("a", tokens[:1]) and not output.put("b", tokens[1:])
-    item = await output.get()
-    assert item.text == "a" and item.rated == tokens[:1]  # type: ignore[union-attr]
+    assert signals.overflowed.is_set()
+    item = output.take()
+    assert isinstance(item, TextDelta) and item.text == "a" and item.rated == tokens[:1]
+    assert output.take() is None
