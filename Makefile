@@ -15,7 +15,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help install up down chat ps doctor bench bench-engine bench-gpu bench-fabric bench-pd loadtest install-test test lint clean
+.PHONY: help install up down chat ps doctor bench bench-engine bench-gpu bench-fabric bench-pd loadtest install-test test lint lm-eval clean
 
 help:           ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -83,6 +83,14 @@ lint: $(VENV)/.test                ## formatting, lint, types, import contracts
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+$(VENV)-eval/.made:
+	$(PYTHON) -m venv $(VENV)-eval
+	$(VENV)-eval/bin/python -m pip --disable-pip-version-check install 'lm-eval[api]==0.4.13' 'transformers==5.24.0'
+	@touch $@
+
+lm-eval: $(VENV)/.test $(VENV)-eval/.made  ## lm-eval must score the same aggregated and disaggregated (three minutes)
+	BATON_LM_EVAL=$(CURDIR)/$(VENV)-eval/bin/lm_eval $(BIN)/python -m pytest tests/lm_eval $(ARGS)
+
 clean:          ## remove the environment and all caches in this folder
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-eval build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
