@@ -95,7 +95,7 @@ class Engine:
             spec = self.spec(context, num_steps + 2)
             (reserved,) = scheduler.handle(Reserve(spec), 0.0)
             assert type(reserved).__name__ == "Reserved", reserved
-            scheduler.handle(Commit(spec.key, (17,)), 0.0)
+            scheduler.handle(Commit(spec.key, 17), 0.0)
 
     def step(self, scheduler: Scheduler) -> Step | None:
         self.native.reset()

@@ -40,7 +40,7 @@ class SamplingParams:
 
     `temperature` 0 means greedy. `top_k` 0, `top_p` 1 and `min_p` 0 switch the filter off. `seed` is always set (the
     router draws one when the client gave none), so that a retried attempt samples the same tokens: the noise of a token
-    is a pure function of (seed, choice, token index). `choice` is the index of the (first) completion among n.
+    is a pure function of (seed, choice, token index). `choice` is the index of the completion among n.
 
     Before that, in this order: `repetition_penalty` (1 = off) divides positive and multiplies negative logits of every token of
     prompt and completion; `frequency_penalty` × count and `presence_penalty` are subtracted for tokens of the completion;

@@ -295,7 +295,7 @@ class DecodeWorker:
                 block_ids=reserved.block_ids,
                 deadline_s=self.limits.transfer_s,
             )
-            self.submit(commands.Commit(key, (received.first_token_id,)))
+            self.submit(commands.Commit(key, received.first_token_id))
         except Internal as error:
             # A scatter that outlasted its quarantine may still write: these blocks are never freed, the process is replaced.
             self._end_failed(attempt, error)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from common.types import SamplingParams, TokenLogprobs
-from engine.constraint import ConstraintState
 from engine.token_counts import TokenCounts
 
 
@@ -27,7 +26,6 @@ class RowExtras:
     token_ids: Sequence[int]
     num_prompt_tokens: int
     num_logprobs: int | None = None
-    constraint: ConstraintState | None = None
     counts: TokenCounts | None = None
 
 
@@ -36,7 +34,6 @@ class SampleRow(NamedTuple):
 
     `token_index` is the index of the sampled completion token. `forbidden_token_ids` must not be sampled (stop tokens
     before `min_new_tokens`). One is made per token: a named tuple, because a frozen dataclass takes three times as long.
-    Where choices of one prompt part, several rows have the same `sequence_index`.
     """
 
     sequence_index: int
@@ -89,8 +86,8 @@ class StepBatch:
 
     token_ids [T], positions [T] (absolute, from 0), slot_mapping [T] (`block_id * block_size + offset`): int64.
     query_starts [S+1] (cumulative first rows), context_lens [S] (tokens whose KV exists after this step), table_rows [S]: int32.
-    sample_rows: in the order of sequence_index. The last row of a sequence is the one sampled from.
-    block_copies: (source, target) block ids, copied whole before anything of the step is written.
+    sample_rows: at most S, increasing sequence_index. The last row of a sequence is the one sampled from.
+    prompt_rows: rows beside those whose logits are wanted, for logprobs of the prompt.
 
     These are machine arrays: a runner views them (`np.frombuffer`, `torch.frombuffer`) and converts nothing; a view keeps the array
     from growing, and the batch is complete when it is handed out.
@@ -110,7 +107,6 @@ class StepBatch:
     table_updates: list[TableUpdate] = field(default_factory=list)
     sample_rows: list[SampleRow] = field(default_factory=list)
     prompt_rows: list[PromptRows] = field(default_factory=list)
-    block_copies: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -122,6 +118,6 @@ class StepBatch:
 
 
 class ModelRunner(Protocol):
-    """Runs one step on the device: copies blocks, writes KV of all T tokens, samples one token per sample row, in that order."""
+    """Runs one step on the device: writes KV of all T tokens, samples one token per sample row, in that order."""
 
     def run(self, batch: StepBatch) -> StepResults: ...

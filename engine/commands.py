@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from common.ids import AttemptKey
 from common.types import FinishReason, SamplingParams, StopConditions, TokenLogprobs
-from engine.constraint import Constraint
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +19,7 @@ class SequenceSpec:
     The next sampled token has index `len(token_ids) - num_prompt_tokens`. `cache_salt` separates tenants in the prefix
     cache. Raises nothing: the services validate before they build one.
 
-    `num_choices` completions share the prompt: their choice indexes are `sampling.choice`, +1, ... More than one only while no
-    completion token exists; each is then a sequence of its own. `constraint` says which tokens may come next (None: any).
-    `num_logprobs` and `num_prompt_logprobs`: alternatives to report with each token, None reports nothing. Of waiting sequences the
-    lower `priority` goes first.
+    `num_logprobs` and `num_prompt_logprobs`: alternatives to report with each token of completion and prompt, None reports nothing.
     """
 
     key: AttemptKey
@@ -32,11 +28,8 @@ class SequenceSpec:
     sampling: SamplingParams
     stop: StopConditions
     cache_salt: bytes = b""
-    num_choices: int = 1
-    constraint: Constraint | None = None
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
-    priority: int = 0
 
 
 # ---- commands ----------------------------------------------------------------------------------------------------
@@ -69,13 +62,13 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """The KV of a reserved sequence has arrived: `first_token_ids` are its next known tokens, one per choice, join the running batch.
+    """The KV of a reserved sequence has arrived: `first_token_id` is its next known token, join the running batch.
 
-    The tokens at the next index were sampled by prefill; the engine applies stop conditions to them but never reports them as new.
+    The token at the next index was sampled by prefill; the engine applies stop conditions to it but never reports it as new.
     """
 
     key: AttemptKey
-    first_token_ids: tuple[int, ...]
+    first_token_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +82,11 @@ class ReleaseHandoff:
 class Abort:
     """End the sequence at the next step border and free what it holds, except blocks under a handoff Hold. Idempotent.
 
-    For a reserved sequence the caller first settles the transfer: after this command its blocks may be reused. `choice` ends
-    one of several choices; of an attempt whose choices have not parted yet it then starts without that one.
+    For a reserved sequence the caller first settles the transfer: after this command its blocks may be reused.
     """
 
     key: AttemptKey
     reason: str
-    choice: int | None = None
 
 
 Command = Generate | Prefill | Reserve | Commit | ReleaseHandoff | Abort
@@ -146,7 +137,6 @@ class Sampled:
     key: AttemptKey
     first_index: int
     token_ids: tuple[int, ...]
-    choice: int = 0
     logprobs: tuple[TokenLogprobs, ...] = ()
 
 
@@ -163,8 +153,7 @@ class PromptLogprobs:
 class SequenceEnded:
     """The sequence is gone from the scheduler. `num_tokens` counts completion tokens, earlier attempts included.
 
-    `num_cached_tokens` is the prefix hit at its first scheduling; `scheduled_s` the time of its first step. `is_last`: no other
-    choice of the attempt is left. A prefill-only sequence ends once, for all its choices.
+    `num_cached_tokens` is the prefix hit at its first scheduling; `scheduled_s` the time of its first step.
     """
 
     key: AttemptKey
@@ -173,8 +162,6 @@ class SequenceEnded:
     num_cached_tokens: int
     num_chunks: int
     scheduled_s: float
-    choice: int = 0
-    is_last: bool = True
 
 
 Event = Reserved | Refused | ChunkComputed | Sampled | PromptLogprobs | SequenceEnded

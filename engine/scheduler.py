@@ -112,8 +112,8 @@ class Scheduler:
                 return self._take(spec, Kind.PREFILL)
             case commands.Reserve(spec):
                 return self._take(spec, Kind.RECEIVE)
-            case commands.Commit(key, first_token_ids):
-                return self._commit(key, first_token_ids[0])
+            case commands.Commit(key, first_token_id):
+                return self._commit(key, first_token_id)
             case commands.ReleaseHandoff(key):
                 self._release_handoff(key)
                 return []

@@ -29,11 +29,10 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """New tokens of one choice; `logprobs` has one entry per token when they were asked for."""
+    """New tokens; `logprobs` has one entry per token when they were asked for."""
 
     first_index: int
     token_ids: tuple[int, ...]
-    choice: int = 0
     logprobs: tuple[TokenLogprobs, ...] = ()
 
 
@@ -43,15 +42,6 @@ class PromptRated:
 
     first_position: int
     logprobs: tuple[TokenLogprobs, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ChoiceEnded:
-    """One of several choices is over on its worker; Finished follows when all are."""
-
-    choice: int
-    reason: str
-    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,4 +69,4 @@ class Failed:
     error: BatonError
 
 
-LegEvent = Reserved | Tokens | PromptRated | ChoiceEnded | Prefilled | HandedOver | Finished | Failed
+LegEvent = Reserved | Tokens | PromptRated | Prefilled | HandedOver | Finished | Failed

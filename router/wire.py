@@ -11,7 +11,7 @@ from common.ids import AttemptKey, HandoffId, RequestId
 from common.rpc import convert
 from common.rpc import serving_pb2 as pb
 from common.types import SamplingParams, StopConditions, WorkerInfo
-from router.events import ChoiceEnded, Failed, Finished, HandedOver, LegEvent, Prefilled, PromptRated, Reserved, Tokens
+from router.events import Failed, Finished, HandedOver, LegEvent, Prefilled, PromptRated, Reserved, Tokens
 
 
 def sequence_spec(
@@ -76,13 +76,11 @@ def leg_event(event: pb.Event) -> LegEvent | None:
     if kind == "tokens":
         tokens = event.tokens
         logprobs = tuple(map(convert.logprobs_from_pb, tokens.logprobs)) if tokens.logprobs else ()
-        return Tokens(tokens.first_index, tuple(tokens.token_ids), tokens.choice, logprobs)
+        return Tokens(tokens.first_index, tuple(tokens.token_ids), logprobs)
     if kind == "prompt_logprobs":
         return PromptRated(
             event.prompt_logprobs.first_position, tuple(map(convert.logprobs_from_pb, event.prompt_logprobs.logprobs))
         )
-    if kind == "choice_ended":
-        return ChoiceEnded(event.choice_ended.choice, event.choice_ended.reason, event.choice_ended.num_tokens)
     if kind == "reserved":
         return Reserved(event.reserved.num_cached_tokens, event.reserved.num_blocks)
     if kind == "prefilled":

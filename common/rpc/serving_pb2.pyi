@@ -59,30 +59,24 @@ class Stop(_message.Message):
     def __init__(self, max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ...) -> None: ...
 
 class SequenceSpec(_message.Message):
-    __slots__ = ("token_ids", "num_prompt_tokens", "sampling", "stop", "cache_salt", "deadline_s", "num_choices", "grammar", "logprobs", "prompt_logprobs", "priority")
+    __slots__ = ("token_ids", "num_prompt_tokens", "sampling", "stop", "cache_salt", "deadline_s", "logprobs", "prompt_logprobs")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
-    NUM_CHOICES_FIELD_NUMBER: _ClassVar[int]
-    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_prompt_tokens: int
     sampling: Sampling
     stop: Stop
     cache_salt: bytes
     deadline_s: float
-    num_choices: int
-    grammar: str
     logprobs: int
     prompt_logprobs: int
-    priority: int
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., deadline_s: _Optional[float] = ..., num_choices: _Optional[int] = ..., grammar: _Optional[str] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., priority: _Optional[int] = ...) -> None: ...
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., deadline_s: _Optional[float] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("router_id", "version")
@@ -127,14 +121,12 @@ class Generate(_message.Message):
     def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., sequence: _Optional[_Union[SequenceSpec, _Mapping]] = ...) -> None: ...
 
 class Abort(_message.Message):
-    __slots__ = ("attempt", "reason", "choice")
+    __slots__ = ("attempt", "reason")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
-    CHOICE_FIELD_NUMBER: _ClassVar[int]
     attempt: Attempt
     reason: str
-    choice: int
-    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., reason: _Optional[str] = ..., choice: _Optional[int] = ...) -> None: ...
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Command(_message.Message):
     __slots__ = ("hello", "prefill", "reserve", "generate", "abort")
@@ -207,16 +199,14 @@ class HandoffTimeline(_message.Message):
     def __init__(self, reserved_s: _Optional[float] = ..., opened_s: _Optional[float] = ..., first_frame_s: _Optional[float] = ..., last_announced_s: _Optional[float] = ..., last_frame_s: _Optional[float] = ..., committed_s: _Optional[float] = ..., first_decode_s: _Optional[float] = ..., num_frames: _Optional[int] = ..., num_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., transfer_s: _Optional[float] = ..., scatter_s: _Optional[float] = ..., transport: _Optional[str] = ...) -> None: ...
 
 class Tokens(_message.Message):
-    __slots__ = ("first_index", "token_ids", "choice", "logprobs")
+    __slots__ = ("first_index", "token_ids", "logprobs")
     FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    CHOICE_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     first_index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
-    choice: int
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
-    def __init__(self, first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., choice: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
+    def __init__(self, first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("logprob", "top_ids", "top_logprobs")
@@ -235,16 +225,6 @@ class PromptLogprobs(_message.Message):
     first_position: int
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
     def __init__(self, first_position: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
-
-class ChoiceEnded(_message.Message):
-    __slots__ = ("choice", "reason", "num_tokens")
-    CHOICE_FIELD_NUMBER: _ClassVar[int]
-    REASON_FIELD_NUMBER: _ClassVar[int]
-    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    choice: int
-    reason: str
-    num_tokens: int
-    def __init__(self, choice: _Optional[int] = ..., reason: _Optional[str] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class Finished(_message.Message):
     __slots__ = ("reason", "num_tokens", "prefill", "handoff")
@@ -269,7 +249,7 @@ class Failed(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., message: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
 
 class Event(_message.Message):
-    __slots__ = ("attempt", "reserved", "tokens", "finished", "failed", "prefilled", "handed_over", "prompt_logprobs", "choice_ended")
+    __slots__ = ("attempt", "reserved", "tokens", "finished", "failed", "prefilled", "handed_over", "prompt_logprobs")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     RESERVED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -278,7 +258,6 @@ class Event(_message.Message):
     PREFILLED_FIELD_NUMBER: _ClassVar[int]
     HANDED_OVER_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    CHOICE_ENDED_FIELD_NUMBER: _ClassVar[int]
     attempt: Attempt
     reserved: Reserved
     tokens: Tokens
@@ -287,8 +266,7 @@ class Event(_message.Message):
     prefilled: PrefillTimeline
     handed_over: HandoffTimeline
     prompt_logprobs: PromptLogprobs
-    choice_ended: ChoiceEnded
-    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., prefilled: _Optional[_Union[PrefillTimeline, _Mapping]] = ..., handed_over: _Optional[_Union[HandoffTimeline, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ..., choice_ended: _Optional[_Union[ChoiceEnded, _Mapping]] = ...) -> None: ...
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., prefilled: _Optional[_Union[PrefillTimeline, _Mapping]] = ..., handed_over: _Optional[_Union[HandoffTimeline, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...
 
 class Events(_message.Message):
     __slots__ = ("events",)

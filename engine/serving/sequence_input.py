@@ -101,7 +101,7 @@ def parse_sequence(attempt: pb.Attempt, message: pb.SequenceSpec, *, vocab_size:
 
 
 def _check_options(message: pb.SequenceSpec, vocab_size: int) -> None:
-    """What changes logits or asks for more than tokens; what this worker does not compute is refused, never ignored."""
+    """What changes logits or asks for more than tokens."""
     bias = message.sampling.logit_bias
     if len(bias) > LOGIT_BIAS_MAX:
         raise InvalidRequest(f"logit_bias has {len(bias)} entries, at most {LOGIT_BIAS_MAX}", param="logit_bias")
@@ -109,9 +109,5 @@ def _check_options(message: pb.SequenceSpec, vocab_size: int) -> None:
         raise InvalidRequest(f"logit_bias: token id {largest} is outside the vocabulary of {vocab_size}", param="logit_bias")
     if message.logprobs > LOGPROBS_MAX:
         raise InvalidRequest(f"logprobs is {message.logprobs}, at most {LOGPROBS_MAX}", param="logprobs")
-    if message.num_choices > 1:
-        raise InvalidRequest(f"num_choices is {message.num_choices}, this worker computes one", param="n")
-    if message.grammar:
-        raise InvalidRequest("this worker knows no grammars", param="response_format")
     if message.prompt_logprobs > LOGPROBS_MAX:
         raise InvalidRequest(f"prompt_logprobs is {message.prompt_logprobs}, at most {LOGPROBS_MAX}", param="prompt_logprobs")

@@ -149,7 +149,6 @@ def tokens_message(event: Sampled) -> pb.Tokens:
     return pb.Tokens(
         first_index=event.first_index,
         token_ids=event.token_ids,
-        choice=event.choice,
         logprobs=[convert.logprobs_to_pb(logprobs) for logprobs in event.logprobs],
     )
 

@@ -208,7 +208,7 @@ def test_kv_that_was_handed_over_does_not_matter(alone: Run, loaded: LoadedModel
     for position in range(len(PROMPT)):
         block_id = reserved.block_ids[position // BLOCK_SIZE]
         loaded.kv_cache.tensor[block_id, :, :, :, position % BLOCK_SIZE] = alone.kv["a"][:, :, :, position]
-    run.scheduler.handle(Commit(key("a"), (alone.tokens["a"][0],)), 0.0)
+    run.scheduler.handle(Commit(key("a"), alone.tokens["a"][0]), 0.0)
     run.finish()
     assert run.tokens["a"] == alone.tokens["a"][1:]
     assert same_bits(run.kv["a"], alone.kv["a"])

@@ -158,7 +158,7 @@ class EnginePairMachine(RuleBasedStateMachine):
         if handoff.num_copied == len(self.decode[handoff.spec.key].reserved.block_ids):
             handoff.is_committed = True
             self.prefill.handle(ReleaseHandoff(handoff.spec.key))
-            self.decode.handle(Commit(handoff.spec.key, (outcome.tokens[0],)))
+            self.decode.handle(Commit(handoff.spec.key, outcome.tokens[0]))
 
     @rule(handoff=handoffs, num_steps=st.integers(1, 6))
     def run_handoff(self, handoff: Handoff, num_steps: int) -> None:

@@ -23,7 +23,7 @@ def hand_over(prefill: EngineDriver, decode: EngineDriver, spec) -> None:
     first = reserved.num_cached_tokens // decode.block_size
     copy_blocks(prefill.runner, source.block_ids[first:], decode.runner, reserved.block_ids[first:])
     prefill.handle(ReleaseHandoff(spec.key))
-    decode.handle(Commit(spec.key, (prefill[spec.key].tokens[0],)))
+    decode.handle(Commit(spec.key, prefill[spec.key].tokens[0]))
 
 
 @pytest.mark.parametrize("num_prompt", BORDER_LENGTHS)
@@ -136,10 +136,10 @@ def test_abort_of_a_reserved_or_committed_sequence_frees_its_blocks(is_committed
     assert driver.step() is None, "a reserved sequence computes nothing"
     if is_committed:
         driver.runner.poison(())
-        driver.handle(Commit(key("a"), (5,)))
+        driver.handle(Commit(key("a"), 5))
     driver.handle(Abort(key("a"), "client left"))
     driver.assert_no_block_held()
-    assert driver.handle(Commit(key("a"), (5,))) == [], "a commit that comes late is ignored"
+    assert driver.handle(Commit(key("a"), 5)) == [], "a commit that comes late is ignored"
     assert driver.step() is None
 
 
@@ -152,7 +152,7 @@ def test_a_commit_whose_first_token_ends_the_sequence_reports_the_end_and_no_tok
 ) -> None:
     driver = EngineDriver()
     driver.handle(Reserve(make_spec("a", range(10), max_new_tokens, stop_token_ids=stop_token_ids)))
-    (ended,) = driver.handle(Commit(key("a"), (42,)))
+    (ended,) = driver.handle(Commit(key("a"), 42))
     assert ended.reason is reason and ended.num_tokens == 1
     assert driver["a"].tokens == []
     driver.assert_no_block_held()
@@ -226,6 +226,6 @@ def test_a_reservation_leaves_a_running_sequence_its_very_last_block() -> None:
 def test_two_commits_of_one_sequence_are_a_bug() -> None:
     driver = EngineDriver()
     driver.handle(Reserve(make_spec("a", range(4), 5)))
-    driver.handle(Commit(key("a"), (5,)))
+    driver.handle(Commit(key("a"), 5))
     with pytest.raises(AssertionError, match="committed while it is running"):
-        driver.handle(Commit(key("a"), (5,)))
+        driver.handle(Commit(key("a"), 5))
