@@ -238,7 +238,7 @@ async def test_many_random_disconnects_leave_nothing_behind() -> None:
 
         async def one(index: int) -> None:
             try:
-                async with asyncio.timeout(0.01 * index):
+                async with asyncio.timeout(0.01 * index if index else None):  # one stays to the end, however slow the machine is
                     response = await complete(harness, max_tokens=40, stream=bool(index % 2))
                     assert response.status_code == 200
             except TimeoutError:
